@@ -1,0 +1,56 @@
+//! Where verified bytes come from. The mounts ask for a chunk by its address and its name; what
+//! answers is this trait, so that file systems know nothing of gRPC.
+//!
+//! Never: hand out bytes that were not verified against the name they were asked for by.
+
+use std::future::Future;
+use std::pin::Pin;
+
+use limb_common::assignment::{OutputNumber, SetNumber};
+use limb_common::chunk::{ChunkId, VerifiedChunk};
+use limb_common::manifest::Inode;
+
+/// Where home finds a chunk. Home serves only what this attempt's certificate may see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ChunkAddress {
+    /// Of a frozen set.
+    Set { set: SetNumber, inode: Inode, index: u64 },
+    /// Of a file that this attempt itself sent home and no longer holds.
+    Result { output: OutputNumber, file: u64, index: u64 },
+}
+
+/// Lower comes first, here and at home.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Priority {
+    /// Somebody waits for it.
+    Demand,
+    ReadAhead,
+    Trace,
+    Background,
+}
+
+/// A chunk cannot be had.
+#[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
+pub enum FetchError {
+    #[error("the file at home is not the one that was frozen: {detail}")]
+    SourceChanged { detail: String },
+    #[error("home has no such chunk")]
+    NotFound,
+    #[error("home could not read it: {detail}")]
+    Io { detail: String },
+    #[error("home sent other bytes than were asked for, more than once: {detail}")]
+    Corrupt { detail: String },
+    /// The agent is ending; nobody waits for an answer any more.
+    #[error("the fetcher is closed")]
+    Closed,
+}
+
+pub type FetchFuture = Pin<Box<dyn Future<Output = Result<VerifiedChunk, FetchError>> + Send>>;
+
+/// Gives verified chunks. Waits through a dead link; ends only with an answer or `Closed`.
+pub trait ChunkSource: Send + Sync + 'static {
+    fn fetch(&self, address: ChunkAddress, id: ChunkId, priority: Priority) -> FetchFuture;
+
+    /// The chunk if it is in memory already. Never blocks, so a FUSE thread may call it.
+    fn cached(&self, id: &ChunkId) -> Option<VerifiedChunk>;
+}

@@ -1,0 +1,98 @@
+//! What an attempt is to do: the domain's form of the `Assignment` message.
+
+use std::time::Duration;
+
+use crate::id::{AttemptNumber, Digest, RunId};
+use crate::secret::Secret;
+
+/// Addresses one snapshot within an attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SetNumber(pub u32);
+
+/// Addresses one output within an attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct OutputNumber(pub u32);
+
+#[derive(Clone, Debug)]
+pub struct Assignment {
+    pub run: RunId,
+    pub name: String,
+    pub attempt: AttemptNumber,
+    pub mounts: Vec<MountSpec>,
+    /// The set that is the job's working directory; none: an empty directory.
+    pub workdir: Option<SetSpec>,
+    pub outputs: Vec<OutputSpec>,
+    /// Names and values are bytes: an environment is not text.
+    pub env: Vec<(Vec<u8>, Vec<u8>)>,
+    pub secrets: Vec<(Vec<u8>, Secret<Vec<u8>>)>,
+    /// A bash script; empty: none.
+    pub setup: String,
+    pub command: Command,
+    pub workdir_changes_cap_bytes: u64,
+    /// From SIGTERM to SIGKILL at a stop.
+    pub stop_grace: Duration,
+    /// The lease's TTL.
+    pub disconnect_grace: Duration,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// Given to `bash -c` (with `-e` unset, `-o pipefail` set).
+    Script(String),
+    /// Executed as it is, no shell.
+    Argv(Vec<Vec<u8>>),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SetSpec {
+    pub set: SetNumber,
+    pub manifest_id: Digest,
+    pub manifest_bytes: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MountSpec {
+    pub set: SetSpec,
+    /// Absolute, where the job sees it.
+    pub path: Vec<u8>,
+    /// The source is one file: the manifest's root holds only it, and `path` is a file.
+    pub single_file: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OutputSpec {
+    pub output: OutputNumber,
+    pub path: Vec<u8>,
+    pub durability: Durability,
+    /// What this lineage left at home; a snapshot like any other, read through `Chunks`.
+    pub lower: Option<SetSpec>,
+    pub quota_bytes: Option<u64>,
+    pub quota_inodes: Option<u64>,
+}
+
+/// What waits for home.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Durability {
+    /// fsync does (the default).
+    #[default]
+    Fsync,
+    /// fsync and close do.
+    Close,
+    /// Nothing does; errors still surface at close and fsync.
+    None,
+}
+
+/// What home wants of a box now. Level-triggered: only the newest counts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Order {
+    Run,
+    Stop {
+        reason: String,
+        grace: Duration,
+        drain: Duration,
+    },
+    /// Everything is home or given up: wipe and power off.
+    Die {
+        reason: String,
+    },
+}
