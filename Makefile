@@ -1,0 +1,41 @@
+# Two commands do everything on a fresh Debian or Ubuntu machine:
+#
+#   make demo   build limb and watch it train, stop, resume and bring results home (no cloud)
+#   make test   every test, each lane with its time
+#
+# Both install what they need (tests/setup says what, and asks apt only for what is missing).
+
+.PHONY: demo test test-long lint bench bench-link build setup clean
+
+build: setup
+	cargo build --workspace --bins
+
+demo:
+	tests/setup demo
+	cargo build --bins -p limb -p limb-agent
+	tests/demo
+
+test:
+	tests/setup test
+	tests/run
+
+# The long suites whole: thousands of seeds instead of a sample, and every kill point.
+test-long:
+	tests/setup test
+	LIMB_TEST_LONG=1 tests/run
+
+lint:
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+
+# Figures over a simulated 1 Gbit/s, 40 ms link, beside sshfs in the same run. Needs root.
+bench:
+	tests/setup bench
+	cargo build --release --bins -p limb -p limb-agent
+	bench/link.py
+
+setup:
+	tests/setup build
+
+clean:
+	cargo clean
