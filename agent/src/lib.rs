@@ -4,3 +4,4 @@
 //! It listens on nothing and holds no credential but its own short-lived certificate.
 
 pub mod fetch;
+pub mod link;

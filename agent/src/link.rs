@@ -1,0 +1,3 @@
+//! The agent's side of the wire. Messages of the protocol appear only under here.
+
+pub mod channels;
