@@ -1,1 +1,1 @@
-
+//! Shared parts of the end-to-end tests: homes, coordinators, proxies.
