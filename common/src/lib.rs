@@ -5,12 +5,14 @@
 
 pub mod assignment;
 pub mod boot;
+pub mod certificate;
 pub mod chunk;
 pub mod class;
 pub mod clock;
 pub mod error;
 pub mod id;
 pub mod identity;
+pub mod lease;
 pub mod manifest;
 pub mod report;
 pub mod secret;

@@ -18,6 +18,8 @@ pub mod v1 {
     tonic::include_proto!("limb.v1");
 }
 
+include!(concat!(env!("OUT_DIR"), "/rpc_paths.rs"));
+
 macro_rules! redacted {
     ($($type:ident),*) => {$(
         impl std::fmt::Debug for v1::$type {
