@@ -5,3 +5,4 @@
 
 pub mod fetch;
 pub mod link;
+pub mod mount;
