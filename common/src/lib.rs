@@ -14,6 +14,7 @@ pub mod id;
 pub mod identity;
 pub mod lease;
 pub mod manifest;
+pub mod phase;
 pub mod report;
 pub mod secret;
 pub mod task;

@@ -65,7 +65,9 @@ fn crates_depend_one_way() {
         let manifest = fs::read_to_string(root().join(krate).join("Cargo.toml")).unwrap();
         for line in manifest.lines() {
             let name = line.split('.').next().unwrap_or_default().trim();
-            if ["limb", "limb-proto", "limb-common", "limb-agent"].contains(&name) && line.contains(".workspace") {
+            if ["limb", "limb-proto", "limb-common", "limb-agent"].contains(&name)
+                && line.contains(".workspace")
+            {
                 assert!(may.contains(&name), "{krate} must not depend on {name}");
             }
         }
@@ -85,8 +87,9 @@ fn wire_types_appear_only_at_the_edges() {
         "coordinator/src/serve",
         "coordinator/src/cli",
     ];
-    let found =
-        offenders(|path, code| code.contains("limb_proto") && !edges.iter().any(|edge| path.starts_with(edge)));
+    let found = offenders(|path, code| {
+        code.contains("limb_proto") && !edges.iter().any(|edge| path.starts_with(edge))
+    });
     assert_eq!(found, NONE);
 }
 
