@@ -1,1 +1,6 @@
-//! Shared parts of the end-to-end tests: homes, coordinators, proxies.
+//! Shared parts of the end-to-end tests: a home of its own for each test, the real binaries, a
+//! relay that can be cut, and waiting for conditions (never for time).
+
+pub mod home;
+pub mod proxy;
+pub mod wait;
