@@ -73,10 +73,13 @@ impl Client {
     /// When it does not end in time; the panic shows what it said.
     pub fn wait(mut self) -> Ended {
         let (stdout, stderr) = (self.stdout.clone(), self.stderr.clone());
-        let read = |path: &Path| fs::read(path).map(|b| String::from_utf8_lossy(&b).into_owned()).unwrap_or_default();
-        let status = wait_for(&format!("the client to end; it said:\n{}\n{}", read(&stdout), read(&stderr)), || {
-            self.child.try_wait().expect("a child can be waited for")
-        });
+        let read = |path: &Path| {
+            fs::read(path).map(|b| String::from_utf8_lossy(&b).into_owned()).unwrap_or_default()
+        };
+        let status =
+            wait_for(&format!("the client to end; it said:\n{}\n{}", read(&stdout), read(&stderr)), || {
+                self.child.try_wait().expect("a child can be waited for")
+            });
         Ended { code: status.code().unwrap_or(-1), stdout: read(&stdout), stderr: read(&stderr) }
     }
 }
@@ -90,7 +93,7 @@ impl Drop for Client {
 
 fn signal(child: &Child, signal: Signal) {
     let pid = Pid::from_raw(child.id().try_into().expect("pids are positive"));
-    drop(kill(pid, signal));
+    let _gone = kill(pid, signal);
 }
 
 /// `target/debug` (or wherever this test was built to).
@@ -139,7 +142,8 @@ impl Home {
         let root = tempfile::Builder::new().prefix("limb-e2e-").tempdir().expect("a temporary directory");
         let free = TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a free port");
         let proxy = cable.then(|| Proxy::start(free));
-        let mut settings = format!("listen = \"{free}\"\nagent = \"{}\"\n", binaries().join("limb-agent").display());
+        let mut settings =
+            format!("listen = \"{free}\"\nagent = \"{}\"\n", binaries().join("limb-agent").display());
         if let Some(proxy) = &proxy {
             settings.push_str(&format!("advertise = \"{}\"\n", proxy.address()));
         }
@@ -242,7 +246,11 @@ impl Home {
     /// When it does not answer.
     pub fn serve(&mut self) {
         assert!(self.coordinator.is_none(), "one coordinator at a time");
-        let log = fs::File::options().append(true).create(true).open(self.path("run/serve.log")).expect("a file of ours");
+        let log = fs::File::options()
+            .append(true)
+            .create(true)
+            .open(self.path("run/serve.log"))
+            .expect("a file of ours");
         let child = self
             .limb(&["serve"])
             .env("LIMB_LOG", "debug")
@@ -363,11 +371,11 @@ impl Drop for Home {
         }
         // Whatever a failing test left: only processes that name this home's own directory.
         for (pid, _) in self.processes() {
-            drop(kill(Pid::from_raw(pid), Signal::SIGKILL));
+            let _gone = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
         for line in self.mounts() {
             if let Some(point) = line.split(' ').nth(4) {
-                drop(nix::mount::umount2(point, nix::mount::MntFlags::MNT_DETACH));
+                let _gone = nix::mount::umount2(point, nix::mount::MntFlags::MNT_DETACH);
             }
         }
     }

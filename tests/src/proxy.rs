@@ -44,7 +44,10 @@ impl Proxy {
                     return;
                 }
                 let Ok(server) = TcpStream::connect(target) else { continue };
-                let pairs = [(client.try_clone(), server.try_clone(), true), (server.try_clone(), client.try_clone(), false)];
+                let pairs = [
+                    (client.try_clone(), server.try_clone(), true),
+                    (server.try_clone(), client.try_clone(), false),
+                ];
                 for (from, to, up) in pairs {
                     if let (Ok(from), Ok(to)) = (from, to) {
                         let shared = Arc::clone(&shared);

@@ -1,6 +1,8 @@
 //! The shape of the code as tests: which crate may depend on which, where wire types may appear,
 //! how long a file may get. A rule that is wrong is changed here, with its reason.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
