@@ -13,6 +13,7 @@ pub mod error;
 pub mod id;
 pub mod identity;
 pub mod lease;
+pub mod jobfile;
 pub mod manifest;
 pub mod phase;
 pub mod report;
