@@ -4,5 +4,7 @@
 //! It listens on nothing and holds no credential but its own short-lived certificate.
 
 pub mod fetch;
+pub mod job;
 pub mod link;
+pub mod logs;
 pub mod mount;

@@ -1,0 +1,14 @@
+//! Jobs as real processes, under the real helper of the real binary. Needs root; without it the
+//! tests say so and pass, except those about user namespaces.
+
+#[path = "job/support.rs"]
+mod support;
+
+#[path = "job/ends.rs"]
+mod ends;
+#[path = "job/environment.rs"]
+mod environment;
+#[path = "job/killing.rs"]
+mod killing;
+#[path = "job/seen.rs"]
+mod seen;
