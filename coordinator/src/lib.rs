@@ -1,6 +1,8 @@
 //! Home: the coordinator and the command line that talks to it.
 
 pub mod database;
+pub mod env_names;
 pub mod ledger;
 pub mod provider;
 pub mod rpc;
+pub mod settings;
