@@ -3,6 +3,14 @@
 //!
 //! Never: hand out bytes that were not verified against the name they were asked for by.
 
+mod cache;
+mod fetcher;
+mod meter;
+mod transport;
+
+pub use fetcher::{FetchStats, Fetcher, FetcherLimits};
+pub use transport::{Ask, ChunkTransport, TransportError, TransportFuture};
+
 use std::future::Future;
 use std::pin::Pin;
 
@@ -53,4 +61,15 @@ pub trait ChunkSource: Send + Sync + 'static {
 
     /// The chunk if it is in memory already. Never blocks, so a FUSE thread may call it.
     fn cached(&self, id: &ChunkId) -> Option<VerifiedChunk>;
+
+    /// Somebody will probably ask for it soon. A hint: it may be dropped, and a failure shows
+    /// only when somebody really asks.
+    fn prefetch(&self, address: ChunkAddress, id: ChunkId, priority: Priority) {
+        drop(self.fetch(address, id, priority));
+    }
+
+    /// Bandwidth × delay of the way home in bytes; `None` until enough was measured.
+    fn bandwidth_delay_bytes(&self) -> Option<u64> {
+        None
+    }
 }

@@ -3,4 +3,5 @@
 //!
 //! Never: let a FUSE thread wait for the network, or touch a path inside one of our own mounts.
 
+pub mod read;
 pub mod session;

@@ -1,0 +1,332 @@
+//! When and how far to read ahead: pure, stepped by each read that the kernel sends.
+//!
+//! Streams are found per inode (two programs that read one file help each other) and by byte
+//! ranges (a chunk is read in eight pieces of 128 KiB or in one). A stream is proven by two
+//! contiguous reads; its window starts at two chunks and doubles each time the reader has
+//! crossed it. Two reads in a row that belong to no stream halve the windows of that file.
+//!
+//! Invariant: reads that touch nothing contiguous cause no read-ahead at all, so random access
+//! fetches the chunks that it asks for and no others. Nothing is ever cancelled: a reader that
+//! skips forward finds what is on its way.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+
+use limb_common::chunk::CHUNK_BYTES_U64;
+use limb_common::manifest::Inode;
+
+/// Streams tracked in one file: eight loader threads over one shard.
+const MAX_STREAMS: usize = 8;
+/// Files remembered; a training set of small files must not grow this.
+const MAX_FILES: usize = 4096;
+/// A stream counts as active while it is among the last so many sequential reads.
+const RECENT_READS: usize = 64;
+const FIRST_WINDOW_CHUNKS: u64 = 2;
+const MIN_WINDOW_BYTES: u64 = 2 << 20;
+/// Fills 1 Gbit/s at 80 ms; also what is used until the link has been measured.
+const MAX_WINDOW_BYTES: u64 = 16 << 20;
+
+#[derive(Debug, Default)]
+pub(super) struct ReadAhead {
+    files: HashMap<Inode, FileStreams>,
+    /// Serial numbers of the streams that were read last.
+    recent: VecDeque<u64>,
+    reads: u64,
+    streams_seen: u64,
+}
+
+#[derive(Debug, Default)]
+struct FileStreams {
+    streams: Vec<Stream>,
+    strays: u32,
+    used_at: u64,
+}
+
+#[derive(Debug)]
+struct Stream {
+    serial: u64,
+    /// Where its latest contiguous run began.
+    start: u64,
+    /// The byte after the furthest that was read.
+    next: u64,
+    /// 0: not proven.
+    window_chunks: u64,
+    /// Reading past this byte doubles the window.
+    widen_at: u64,
+    /// Chunks before this one were asked for already.
+    ahead_to: u64,
+    used_at: u64,
+}
+
+/// One read, as the kernel asked.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Read {
+    pub(super) inode: Inode,
+    pub(super) offset: u64,
+    pub(super) len: u64,
+    pub(super) file_bytes: u64,
+}
+
+impl ReadAhead {
+    /// Takes note of a read and says which chunks to ask for now, each chunk of a stream once.
+    pub(super) fn on_read(&mut self, read: Read, bandwidth_delay_bytes: Option<u64>) -> Range<u64> {
+        let Read { inode, offset, len, file_bytes } = read;
+        let end = offset.saturating_add(len).min(file_bytes);
+        if offset >= end {
+            return 0..0;
+        }
+        self.reads += 1;
+        self.forget_old_files();
+        let cap_chunks = self.window_cap(bandwidth_delay_bytes);
+        let file = self.files.entry(inode).or_default();
+        file.used_at = self.reads;
+        let Some(index) = file.find(offset, end) else {
+            self.streams_seen += 1;
+            file.stray(Stream::new(self.streams_seen, offset, end, self.reads));
+            return 0..0;
+        };
+        file.strays = 0;
+        let stream = &mut file.streams[index];
+        stream.used_at = self.reads;
+        let wanted = stream.advance(offset, end, file_bytes, cap_chunks);
+        self.recent.push_back(stream.serial);
+        if self.recent.len() > RECENT_READS {
+            self.recent.pop_front();
+        }
+        wanted
+    }
+
+    /// Twice what the link holds, shared by the streams that are active.
+    fn window_cap(&self, bandwidth_delay_bytes: Option<u64>) -> u64 {
+        let bytes = bandwidth_delay_bytes.map_or(MAX_WINDOW_BYTES, |bytes| {
+            let mut active: Vec<_> = self.recent.iter().collect();
+            active.sort_unstable();
+            active.dedup();
+            (bytes.saturating_mul(2) / (active.len().max(1) as u64)).clamp(MIN_WINDOW_BYTES, MAX_WINDOW_BYTES)
+        });
+        bytes.div_ceil(CHUNK_BYTES_U64)
+    }
+
+    fn forget_old_files(&mut self) {
+        if self.files.len() < MAX_FILES {
+            return;
+        }
+        let half = self.reads.saturating_sub(MAX_FILES as u64 / 2);
+        self.files.retain(|_, file| file.used_at > half);
+        if self.files.len() >= MAX_FILES {
+            self.files.clear();
+        }
+    }
+}
+
+impl FileStreams {
+    fn find(&self, offset: u64, end: u64) -> Option<usize> {
+        let by = |test: &dyn Fn(&Stream) -> bool| self.streams.iter().position(test);
+        by(&|stream| stream.next == offset)
+            .or_else(|| by(&|stream| stream.window_chunks > 0 && stream.is_near(offset, end)))
+            // Two threads of the session may see two contiguous reads in the other order.
+            .or_else(|| by(&|stream| stream.window_chunks == 0 && stream.start == end))
+    }
+
+    fn stray(&mut self, stream: Stream) {
+        self.strays += 1;
+        if self.strays >= 2 {
+            self.strays = 0;
+            for stream in &mut self.streams {
+                stream.window_chunks /= 2;
+                if stream.window_chunks < FIRST_WINDOW_CHUNKS {
+                    stream.window_chunks = 0;
+                    stream.start = stream.next;
+                }
+            }
+        }
+        if self.streams.len() >= MAX_STREAMS
+            && let Some(oldest) = (0..self.streams.len()).min_by_key(|&at| self.streams[at].used_at)
+        {
+            self.streams.swap_remove(oldest);
+        }
+        self.streams.push(stream);
+    }
+}
+
+impl Stream {
+    fn new(serial: u64, offset: u64, end: u64, used_at: u64) -> Self {
+        Self { serial, start: offset, next: end, window_chunks: 0, widen_at: 0, ahead_to: 0, used_at }
+    }
+
+    /// Within a window behind, or within what is on its way or one window ahead.
+    fn is_near(&self, offset: u64, end: u64) -> bool {
+        let window = self.window_chunks * CHUNK_BYTES_U64;
+        let furthest = (self.next + window).max(self.ahead_to.saturating_mul(CHUNK_BYTES_U64));
+        end >= self.next.saturating_sub(window) && offset <= furthest
+    }
+
+    fn advance(&mut self, offset: u64, end: u64, file_bytes: u64, cap_chunks: u64) -> Range<u64> {
+        self.next = self.next.max(end);
+        self.start = self.start.min(offset);
+        if self.window_chunks == 0 {
+            self.window_chunks = FIRST_WINDOW_CHUNKS;
+            self.widen_at = self.next + self.window_chunks * CHUNK_BYTES_U64;
+        } else if self.next >= self.widen_at {
+            self.window_chunks *= 2;
+            self.widen_at = self.next + self.window_chunks * CHUNK_BYTES_U64;
+        }
+        self.window_chunks = self.window_chunks.min(cap_chunks.max(FIRST_WINDOW_CHUNKS));
+        let here = self.next.div_ceil(CHUNK_BYTES_U64);
+        let from = self.ahead_to.max(here);
+        let to = (here + self.window_chunks).min(file_bytes.div_ceil(CHUNK_BYTES_U64));
+        if from >= to {
+            return 0..0;
+        }
+        self.ahead_to = to;
+        from..to
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn read(offset: u64, len: u64, file_bytes: u64) -> Read {
+        Read { inode: Inode(7), offset, len, file_bytes }
+    }
+
+    /// Reads a file from front to end; returns how many chunks were demanded that nobody had
+    /// asked for ahead, and how far ahead it went at most.
+    fn sequential(piece: u64, file_bytes: u64, delay_bytes: Option<u64>) -> (u64, u64) {
+        let mut ahead = ReadAhead::default();
+        let (mut asked, mut missed, mut furthest) = (BTreeSet::new(), BTreeSet::new(), 0);
+        let mut offset = 0;
+        while offset < file_bytes {
+            let chunk = offset / MIB;
+            if !asked.contains(&chunk) {
+                missed.insert(chunk);
+            }
+            for index in ahead.on_read(read(offset, piece, file_bytes), delay_bytes) {
+                assert!(asked.insert(index), "chunk {index} was asked for twice");
+                assert!(index < file_bytes.div_ceil(MIB));
+                furthest = furthest.max(index - chunk);
+            }
+            offset += piece;
+        }
+        (missed.len() as u64, furthest)
+    }
+
+    #[test]
+    fn sequential_reads_of_any_size_run_into_what_was_read_ahead() {
+        for piece in [4096, 128 << 10, MIB] {
+            let (missed, furthest) = sequential(piece, 300 * MIB + 5, None);
+            assert!(missed <= 2, "{piece}: {missed} chunks were not read ahead");
+            assert_eq!(furthest, 16, "{piece}");
+        }
+    }
+
+    #[test]
+    fn a_slow_link_is_not_flooded() {
+        assert_eq!(sequential(128 << 10, 100 * MIB, Some(75_000)).1, 2);
+        assert_eq!(sequential(128 << 10, 100 * MIB, Some(3 * MIB)).1, 6);
+    }
+
+    #[test]
+    fn two_strays_halve_and_a_stream_survives_one() {
+        let mut ahead = ReadAhead::default();
+        let file = 1000 * MIB;
+        let mut at = 0;
+        let mut run = |ahead: &mut ReadAhead, count: u64| {
+            for _ in 0..count {
+                ahead.on_read(read(at, MIB, file), None);
+                at += MIB;
+            }
+        };
+        let window = |ahead: &ReadAhead| {
+            ahead.files[&Inode(7)].streams.iter().map(|stream| stream.window_chunks).max().unwrap()
+        };
+        run(&mut ahead, 100);
+        assert_eq!(window(&ahead), 16);
+        ahead.on_read(read(700 * MIB, 4096, file), None);
+        run(&mut ahead, 1);
+        assert_eq!(window(&ahead), 16);
+        ahead.on_read(read(720 * MIB, 4096, file), None);
+        ahead.on_read(read(740 * MIB, 4096, file), None);
+        assert_eq!(window(&ahead), 8);
+        run(&mut ahead, 40);
+        assert_eq!(window(&ahead), 16);
+    }
+
+    #[test]
+    fn a_skip_inside_what_is_on_its_way_stays_in_the_stream() {
+        let mut ahead = ReadAhead::default();
+        let file = 1000 * MIB;
+        for at in 0..50 {
+            ahead.on_read(read(at * MIB, MIB, file), None);
+        }
+        let wanted = ahead.on_read(read(60 * MIB, MIB, file), None);
+        assert_eq!(wanted.end, 61 + 16);
+        assert_eq!(ahead.files[&Inode(7)].streams.len(), 1);
+    }
+
+    #[test]
+    fn many_files_are_forgotten() {
+        let mut ahead = ReadAhead::default();
+        for number in 0..50_000 {
+            ahead.on_read(Read { inode: Inode(number), offset: 0, len: 4096, file_bytes: 4096 }, None);
+        }
+        assert!(ahead.files.len() <= MAX_FILES);
+    }
+
+    proptest! {
+        /// No two of these touch, so none may cause any read-ahead.
+        #[test]
+        fn random_reads_are_not_amplified(slots in proptest::collection::vec(0_u64..200_000, 1..300)) {
+            let mut ahead = ReadAhead::default();
+            for slot in slots {
+                let wanted = ahead.on_read(read(slot * 8192, 4096, 200_000 * 8192), None);
+                prop_assert!(wanted.is_empty(), "{wanted:?}");
+            }
+        }
+
+        /// Several readers of one file, in any order of turns, out of step by one request.
+        #[test]
+        fn interleaved_streams_are_all_found(
+            turns in proptest::collection::vec(0_usize..8, 400..800),
+            piece in prop_oneof![Just(128_u64 << 10), Just(MIB)],
+        ) {
+            let mut ahead = ReadAhead::default();
+            let file = 8 * 2000 * MIB;
+            let mut at: Vec<u64> = (0..8).map(|stream| stream * 2000 * MIB).collect();
+            let mut asked = BTreeSet::new();
+            let mut late = [0; 8];
+            let mut reads = [0; 8];
+            for turn in turns {
+                let offset = at[turn];
+                reads[turn] += 1;
+                if reads[turn] > 40 && !asked.contains(&(offset / MIB)) {
+                    late[turn] += 1;
+                }
+                asked.extend(ahead.on_read(read(offset, piece, file), None));
+                at[turn] += piece;
+            }
+            prop_assert_eq!(late, [0; 8]);
+        }
+
+        /// Whatever is read: never outside of the file, never more than a window from it.
+        #[test]
+        fn read_ahead_stays_near_and_inside(
+            reads in proptest::collection::vec((0_u64..80 * MIB, 1_u64..2 * MIB), 1..200),
+        ) {
+            let mut ahead = ReadAhead::default();
+            let file = 70 * MIB + 17;
+            for (offset, len) in reads {
+                let wanted = ahead.on_read(read(offset, len, file), None);
+                prop_assert!(wanted.end <= 71);
+                prop_assert!(wanted.end - wanted.start <= 40);
+            }
+        }
+    }
+}
