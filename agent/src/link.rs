@@ -1,3 +1,4 @@
 //! The agent's side of the wire. Messages of the protocol appear only under here.
 
 pub mod channels;
+pub mod chunks;
