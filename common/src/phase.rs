@@ -181,6 +181,9 @@ pub enum Event {
     /// Silent longer than its lease can last, or the provider says that it is gone.
     BoxLost {
         why: String,
+        /// The provider no longer has it: what a preemption looks like from home.
+        #[serde(default)]
+        vanished: bool,
     },
     /// Nothing more will come from the box: everything is home, or what is missing is named.
     DataSettled {
@@ -289,14 +292,14 @@ pub fn next(attempt: &Attempt, event: &Event) -> Result<Attempt, IllegalTransiti
             _ => return Err(illegal()),
         },
         Event::StopAsked { cause } => after.stop(cause),
-        Event::BoxLost { why } => match attempt.phase.instance() {
+        Event::BoxLost { why, vanished } => match attempt.phase.instance() {
             Some(instance) => {
                 let never_enrolled = matches!(attempt.phase, Phase::Booting { .. } | Phase::Joined { .. });
                 after.job.get_or_insert_with(|| {
                     if never_enrolled {
                         JobOutcome::NeverStarted { why: NotStarted::BootFailed, text: why.clone() }
                     } else {
-                        JobOutcome::Lost { why: why.clone() }
+                        JobOutcome::Lost { why: why.clone(), vanished: *vanished }
                     }
                 });
                 if never_enrolled {
@@ -382,7 +385,7 @@ impl Attempt {
     }
 
     fn settle_job(&mut self, why: &str) {
-        self.job.get_or_insert_with(|| JobOutcome::Lost { why: why.to_owned() });
+        self.job.get_or_insert_with(|| JobOutcome::Lost { why: why.to_owned(), vanished: false });
     }
 
     fn close_if_complete(&mut self) {

@@ -22,7 +22,7 @@ use limb_common::phase::IllegalTransition;
 use rusqlite::{Connection, OptionalExtension as _, Transaction};
 use tokio::sync::watch;
 
-pub use attempts::{AttemptRow, NewAttempt};
+pub use attempts::{AttemptRow, LowerRow, NewAttempt};
 pub use costs::CostRow;
 pub use events::EventRow;
 pub use runs::{OutputRow, RunRow, RunSpec, SetRow};
@@ -56,6 +56,7 @@ CREATE TABLE IF NOT EXISTS attempts (
     closed INTEGER NOT NULL DEFAULT 0,
     terminate_calls INTEGER NOT NULL DEFAULT 0,
     horizon TEXT,
+    lowers TEXT,
     started_unix_ms INTEGER,
     PRIMARY KEY (run, attempt)
 ) STRICT;

@@ -3,6 +3,7 @@
 pub mod database;
 pub mod env_names;
 pub mod ledger;
+pub mod lifecycle;
 pub mod provider;
 pub mod rpc;
 pub mod settings;

@@ -80,6 +80,8 @@ pub enum JobOutcome {
     /// The box went silent: how far the job came is unknown.
     Lost {
         why: String,
+        #[serde(default)]
+        vanished: bool,
     },
 }
 
@@ -119,7 +121,7 @@ impl fmt::Display for JobOutcome {
                 Ok(())
             }
             Self::NeverStarted { text, .. } => write!(f, "never started: {text}"),
-            Self::Lost { why } => write!(f, "lost: {why}"),
+            Self::Lost { why, .. } => write!(f, "lost: {why}"),
         }
     }
 }

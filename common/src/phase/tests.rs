@@ -29,7 +29,7 @@ fn any_event() -> impl Strategy<Value = Event> {
             Just(StopCause::BootTimeout)
         ]
         .prop_map(|cause| Event::StopAsked { cause }),
-        Just(Event::BoxLost { why: "silent".to_owned() }),
+        Just(Event::BoxLost { why: "silent".to_owned(), vanished: false }),
         (0..3_u64).prop_map(|files| Event::DataSettled { outcome: DataOutcome::Home { files, bytes: 1 } }),
         (0..3_u64).prop_map(|at_unix_ms| Event::DestroyConfirmed { at_unix_ms }),
     ]

@@ -5,6 +5,7 @@ use limb_common::lease::StoredHorizon;
 use limb_common::phase::{self, Attempt, Event, Phase};
 use limb_common::report::Report;
 use rusqlite::{Connection, OptionalExtension as _, Row, Transaction, params};
+use serde::{Deserialize, Serialize};
 
 use super::{Ledger, LedgerError, corrupt, costs, events, missing_attempt, next_lease_epoch, sql, unsql};
 
@@ -18,8 +19,6 @@ pub struct NewAttempt {
     /// Opaque; unique for ever.
     pub box_name: String,
     pub deadline_unix_ms: u64,
-    pub token_hash: Digest,
-    pub token_expires_unix_ms: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -39,15 +38,28 @@ pub struct AttemptRow {
     /// When the box existed, by the provider's clock where it has one.
     pub started_unix_ms: Option<u64>,
     pub horizon: Option<StoredHorizon>,
+    /// None: not prepared yet.
+    pub lowers: Option<Vec<LowerRow>>,
+}
+
+/// One output's view of what is at home already.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LowerRow {
+    pub output: u32,
+    pub set: u32,
+    /// Hex.
+    pub manifest_id: String,
+    pub manifest_bytes: u64,
 }
 
 const COLUMNS: &str = "run, attempt, epoch, provider, offer, price_micros_per_hour, box_name, deadline_unix_ms, \
-                       intended_unix_ms, instance, state, started_unix_ms, horizon";
+                       intended_unix_ms, instance, state, started_unix_ms, horizon, lowers";
 
 fn read_row(row: &Row<'_>) -> Result<AttemptRow, LedgerError> {
     let run: String = row.get(0)?;
     let state: String = row.get(10)?;
     let horizon: Option<String> = row.get(12)?;
+    let lowers: Option<String> = row.get(13)?;
     Ok(AttemptRow {
         run: run.parse().map_err(corrupt("run id"))?,
         number: AttemptNumber(row.get(1)?),
@@ -62,6 +74,7 @@ fn read_row(row: &Row<'_>) -> Result<AttemptRow, LedgerError> {
         state: serde_json::from_str(&state).map_err(corrupt("attempt"))?,
         started_unix_ms: row.get::<_, Option<i64>>(11)?.map(unsql),
         horizon: horizon.map(|text| serde_json::from_str(&text)).transpose().map_err(corrupt("horizon"))?,
+        lowers: lowers.map(|text| serde_json::from_str(&text)).transpose().map_err(corrupt("lower sets"))?,
     })
 }
 
@@ -139,18 +152,54 @@ impl Ledger {
                     state
                 ],
             )?;
-            tx.execute(
-                "INSERT INTO tokens (token_hash, run, attempt, expires_unix_ms) VALUES (?1, ?2, ?3, ?4)",
-                params![
-                    new.token_hash.0.as_slice(),
-                    new.run.as_str(),
-                    number.0,
-                    sql(new.token_expires_unix_ms)
-                ],
-            )?;
             let text = format!("attempt {number} on {} ({})", new.provider, new.offer);
             events::insert(tx, &new.run, number.0, now, "intended", &text, "{}")?;
             load(tx, &new.run, number)
+        })
+        .await
+    }
+
+    /// The last thing before the provider is asked: the attempt's enrolment token (its hash) and
+    /// [`Event::CreateAsked`], together.
+    ///
+    /// # Errors
+    /// As [`Ledger::apply`].
+    pub async fn create_asked(
+        &self,
+        run: &RunId,
+        attempt: AttemptNumber,
+        token_hash: Digest,
+        expires_unix_ms: u64,
+    ) -> Result<Attempt, LedgerError> {
+        let (run, now) = (run.clone(), self.now_unix_ms());
+        self.write(move |tx| {
+            tx.execute(
+                "INSERT INTO tokens (token_hash, run, attempt, expires_unix_ms) VALUES (?1, ?2, ?3, ?4)",
+                params![token_hash.0.as_slice(), run.as_str(), attempt.0, sql(expires_unix_ms)],
+            )?;
+            apply(tx, &run, attempt, &Event::CreateAsked, now)
+        })
+        .await
+    }
+
+    /// What earlier attempts left, as this one is to see it: decided once, before the box is.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn set_lowers(
+        &self,
+        run: &RunId,
+        attempt: AttemptNumber,
+        lowers: Vec<LowerRow>,
+    ) -> Result<(), LedgerError> {
+        let run = run.clone();
+        let text = serde_json::to_string(&lowers).map_err(corrupt("lower sets"))?;
+        self.write(move |tx| {
+            tx.execute(
+                "UPDATE attempts SET lowers = ?3 WHERE run = ?1 AND attempt = ?2",
+                params![run.as_str(), attempt.0, text],
+            )?;
+            Ok(())
         })
         .await
     }

@@ -54,7 +54,7 @@ pub(super) fn words(event: &Event, after: &Attempt) -> String {
         Event::JobStarted => "job started".to_owned(),
         Event::JobEnded { how } => format!("job ended: {how}"),
         Event::StopAsked { cause } => cause.to_string(),
-        Event::BoxLost { why } => format!("box lost: {why}"),
+        Event::BoxLost { why, .. } => format!("box lost: {why}"),
         Event::DataSettled { outcome } => format!("data: {outcome}"),
         Event::DestroyConfirmed { .. } => match &after.job {
             Some(JobOutcome::Lost { .. }) => "box confirmed gone; how far the job came is unknown".to_owned(),

@@ -1,0 +1,115 @@
+//! From the job's end to the box's: orders, a bounded drain, the data's outcome. The one path for
+//! success, failure, stop, limit and loss.
+
+use std::time::Duration;
+
+use limb_common::assignment::Order;
+use limb_common::phase::{DataOutcome, Event, JobOutcome, StopCause};
+
+use super::saga::Next;
+use super::{Finished, Lifecycle, LifecycleError};
+use crate::ledger::{AttemptRow, RunRow};
+
+/// Of `stop_duration`, the part that the job gets between SIGTERM and SIGKILL, at most.
+const LONGEST_TERM: Duration = Duration::from_secs(60);
+
+impl Lifecycle {
+    pub(super) async fn watch_ending(
+        &self,
+        row: &RunRow,
+        attempt: &AttemptRow,
+    ) -> Result<Next, LifecycleError> {
+        self.set_serving(attempt, &attempt.state);
+        let now = self.now();
+        if attempt.state.stop.is_none() {
+            let cause = match row.stop.clone() {
+                Some(cause) => Some(cause),
+                None => self.due_limit(row, attempt).await?.ok(),
+            };
+            if let Some(cause) = cause {
+                self.apply(attempt, Event::StopAsked { cause }).await?;
+                return Ok(Next::Again);
+            }
+        }
+        let drained = self.parts.ledger.drained(&attempt.run, attempt.number).await?;
+        if drained.is_some() {
+            return self.settle_data(attempt).await;
+        }
+        if self.lease_end(attempt).is_some_and(|lost_at| now >= lost_at) {
+            self.lose(attempt, "no heartbeat for as long as its lease lasts", false).await?;
+            return Ok(Next::Again);
+        }
+        let Some(cause) = &attempt.state.stop else {
+            // The drain after a natural end may take as long as the limits allow.
+            let limit = self.due_limit(row, attempt).await?.err();
+            let lost_at = self.lease_end(attempt);
+            return Ok([limit, lost_at].into_iter().flatten().min().map_or(Next::Wait, Next::WaitUntil));
+        };
+        let allowed = match cause {
+            // Whoever holds a second key gets no time.
+            StopCause::TokenReused => Duration::ZERO,
+            StopCause::Owner { .. }
+            | StopCause::MaxDuration
+            | StopCause::MaxCost
+            | StopCause::BootTimeout
+            | StopCause::Shutdown => row.spec.stop_duration(),
+        };
+        let since = self.with_live(attempt, |live| *live.ending_since.get_or_insert(now)).unwrap_or(now);
+        let deadline = since + allowed;
+        if now >= deadline {
+            return self.settle_data(attempt).await;
+        }
+        let grace = (allowed / 2).min(LONGEST_TERM);
+        self.order(
+            attempt,
+            Order::Stop { reason: cause.to_string(), grace, drain: allowed.saturating_sub(grace) },
+        );
+        Ok(Next::WaitUntil(self.lease_end(attempt).map_or(deadline, |lost_at| lost_at.min(deadline))))
+    }
+
+    /// Nothing more is taken from the box. In `Ending` this is what starts the teardown; in
+    /// `Destroying` it goes on beside it.
+    pub(super) async fn settle_data(&self, attempt: &AttemptRow) -> Result<Next, LifecycleError> {
+        if attempt.state.data.is_some() {
+            self.revoke(attempt);
+            return Ok(Next::Wait);
+        }
+        self.order(attempt, Order::Die { reason: "the attempt is over".to_owned() });
+        self.revoke(attempt);
+        let finished = self
+            .parts
+            .outputs
+            .finish(&attempt.run, attempt.number)
+            .await
+            .map_err(|source| LifecycleError::Outputs { what: "finished", source })?;
+        let drained = self.parts.ledger.drained(&attempt.run, attempt.number).await?;
+        let outcome = outcome(attempt, finished, drained.as_ref());
+        self.apply(attempt, Event::DataSettled { outcome }).await?;
+        Ok(Next::Again)
+    }
+}
+
+/// Home says what arrived, the box what did not; without its word nothing counts as complete.
+fn outcome(attempt: &AttemptRow, finished: Finished, drained: Option<&serde_json::Value>) -> DataOutcome {
+    let Finished { files, bytes, partial } = finished;
+    if let (Some(JobOutcome::NeverStarted { .. }), 0, true) = (&attempt.state.job, files, partial.is_empty())
+    {
+        return DataOutcome::Nothing;
+    }
+    let complete = drained.is_some_and(|said| said["complete"] == true);
+    let mut unsaved: Vec<String> = drained
+        .and_then(|said| said["unsaved"].as_array())
+        .into_iter()
+        .flatten()
+        .filter_map(|name| name.as_str().map(str::to_owned))
+        .collect();
+    if drained.is_none() {
+        unsaved.push("(the box did not say what it still held)".to_owned());
+    }
+    unsaved.extend(partial);
+    if complete && unsaved.is_empty() {
+        DataOutcome::Home { files, bytes }
+    } else {
+        DataOutcome::Incomplete { files, bytes, unsaved }
+    }
+}
