@@ -2,3 +2,4 @@
 
 pub mod channels;
 pub mod chunks;
+pub mod logs;

@@ -124,10 +124,28 @@ impl LogBuffer {
         self.lock().next(most, window)
     }
 
-    /// How many bytes wait to be handed out.
+    /// How many bytes may be handed out now, with at most `window` unacknowledged.
     #[must_use]
-    pub fn unsent(&self) -> u64 {
-        self.lock().unsent()
+    pub fn sendable(&self, window: usize) -> u64 {
+        self.lock().sendable(window)
+    }
+
+    /// Everything before this is home.
+    #[must_use]
+    pub fn acknowledged(&self) -> u64 {
+        self.lock().acknowledged
+    }
+
+    /// Whether something was handed out that home has not acknowledged.
+    #[must_use]
+    pub fn has_in_flight(&self) -> bool {
+        !self.lock().in_flight.is_empty()
+    }
+
+    /// Whether home lacks something.
+    #[must_use]
+    pub fn has_outstanding(&self) -> bool {
+        self.lock().outstanding() > 0
     }
 
     /// Home has everything before `offset`.
@@ -171,9 +189,10 @@ impl LogBuffer {
 }
 
 impl Inner {
-    fn unsent(&self) -> u64 {
-        let resend = self.in_flight.len() - self.sent;
-        resend as u64 + self.never_sent()
+    fn sendable(&self, window: usize) -> u64 {
+        let again = self.in_flight.len() - self.sent;
+        let room = window.saturating_sub(self.in_flight.len());
+        again as u64 + self.never_sent().min(room as u64)
     }
 
     fn never_sent(&self) -> u64 {

@@ -1,6 +1,8 @@
 //! Jobs as real processes, under the real helper of the real binary. Needs root; without it the
 //! tests say so and pass, except those about user namespaces.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 #[path = "job/support.rs"]
 mod support;
 

@@ -51,7 +51,8 @@ fn a_resumed_stream_goes_on_where_home_is() {
     assert_eq!(buffer.next(4, MOST), (0, b"0123".to_vec()));
     assert_eq!(buffer.next(4, MOST), (4, b"4567".to_vec()));
     buffer.resume(3).unwrap();
-    assert_eq!(buffer.unsent(), 7);
+    assert_eq!(buffer.sendable(MOST), 7);
+    assert_eq!(buffer.sendable(6), 6);
     assert_eq!(buffer.next(MOST, MOST), (3, b"34567".to_vec()));
     assert_eq!(buffer.next(MOST, MOST), (8, b"89".to_vec()));
     assert!(buffer.resume(2).is_err());
