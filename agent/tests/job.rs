@@ -14,3 +14,5 @@ mod environment;
 mod killing;
 #[path = "job/seen.rs"]
 mod seen;
+#[path = "job/stuck.rs"]
+mod stuck;

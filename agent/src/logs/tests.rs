@@ -130,10 +130,10 @@ proptest! {
             }
         }
         loop {
+            buffer.acknowledge(home.len() as u64).unwrap();
             let (_, bytes) = buffer.next(1000, 64);
             if bytes.is_empty() { break }
             home.extend(bytes);
-            buffer.acknowledge(home.len() as u64).unwrap();
         }
         prop_assert_eq!(home, printed);
     }
