@@ -79,6 +79,32 @@ impl Database {
         T: Send + 'static,
         E: From<DatabaseError> + Send + 'static,
     {
+        self.submit_write(work)?.await.map_err(|_| DatabaseError::Closed)?
+    }
+
+    /// [`Self::write`] for a thread that may block (never one that runs async tasks).
+    ///
+    /// # Errors
+    /// As [`Self::write`].
+    pub fn write_blocking<T, E>(
+        &self,
+        work: impl FnOnce(&Transaction<'_>) -> Result<T, E> + Send + 'static,
+    ) -> Result<T, E>
+    where
+        T: Send + 'static,
+        E: From<DatabaseError> + Send + 'static,
+    {
+        self.submit_write(work)?.blocking_recv().map_err(|_| DatabaseError::Closed)?
+    }
+
+    fn submit_write<T, E>(
+        &self,
+        work: impl FnOnce(&Transaction<'_>) -> Result<T, E> + Send + 'static,
+    ) -> Result<oneshot::Receiver<Result<T, E>>, DatabaseError>
+    where
+        T: Send + 'static,
+        E: From<DatabaseError> + Send + 'static,
+    {
         let (reply, answer) = oneshot::channel();
         let job: Job = Box::new(move |connection| {
             let result = (|| {
@@ -93,7 +119,7 @@ impl Database {
             drop(reply.send(result));
         });
         self.jobs.send(job).map_err(|_| DatabaseError::Closed)?;
-        answer.await.map_err(|_| DatabaseError::Closed)?
+        Ok(answer)
     }
 
     /// Runs a query on the writer's connection, so that it sees every write before it.
@@ -108,10 +134,36 @@ impl Database {
         T: Send + 'static,
         E: From<DatabaseError> + Send + 'static,
     {
+        self.submit_read(work)?.await.map_err(|_| DatabaseError::Closed)?
+    }
+
+    /// [`Self::read`] for a thread that may block (never one that runs async tasks).
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn read_blocking<T, E>(
+        &self,
+        work: impl FnOnce(&Connection) -> Result<T, E> + Send + 'static,
+    ) -> Result<T, E>
+    where
+        T: Send + 'static,
+        E: From<DatabaseError> + Send + 'static,
+    {
+        self.submit_read(work)?.blocking_recv().map_err(|_| DatabaseError::Closed)?
+    }
+
+    fn submit_read<T, E>(
+        &self,
+        work: impl FnOnce(&Connection) -> Result<T, E> + Send + 'static,
+    ) -> Result<oneshot::Receiver<Result<T, E>>, DatabaseError>
+    where
+        T: Send + 'static,
+        E: From<DatabaseError> + Send + 'static,
+    {
         let (reply, answer) = oneshot::channel();
         let job: Job = Box::new(move |connection| drop(reply.send(work(connection))));
         self.jobs.send(job).map_err(|_| DatabaseError::Closed)?;
-        answer.await.map_err(|_| DatabaseError::Closed)?
+        Ok(answer)
     }
 }
 

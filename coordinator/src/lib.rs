@@ -5,5 +5,6 @@ pub mod env_names;
 pub mod ledger;
 pub mod lifecycle;
 pub mod provider;
+pub mod results;
 pub mod rpc;
 pub mod settings;
