@@ -8,3 +8,4 @@ pub mod provider;
 pub mod results;
 pub mod rpc;
 pub mod settings;
+pub mod snapshot;

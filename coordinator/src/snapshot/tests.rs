@@ -1,0 +1,411 @@
+//! What was frozen is what is read back, whatever happens to the source.
+
+use std::collections::BTreeMap;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt, symlink};
+
+use limb_common::chunk::{CHUNK_BYTES, chunk_len, merge_root};
+use limb_common::manifest::{ChunkRef, NodeKind, ROOT};
+use proptest::prelude::*;
+
+use super::*;
+
+struct Home {
+    dir: tempfile::TempDir,
+    snapshots: Snapshots,
+    source: PathBuf,
+}
+
+impl Home {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let source = dir.path().join("source");
+        std::fs::create_dir(&source).unwrap();
+        let snapshots = Snapshots::open(&dir.path().join("state")).unwrap();
+        Self { dir, snapshots, source }
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> PathBuf {
+        let path = self.source.join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, bytes).unwrap();
+        path
+    }
+
+    fn request(&self) -> SnapshotRequest {
+        SnapshotRequest {
+            source: self.source.clone(),
+            class: DataClass::Internal,
+            copy_all: false,
+            links: LinkPolicy::Keep,
+        }
+    }
+
+    fn freeze(&self) -> Snapshot {
+        self.snapshots.create(&self.request(), |_| {}).unwrap()
+    }
+
+    fn freeze_copy(&self) -> Snapshot {
+        self.snapshots.create(&SnapshotRequest { copy_all: true, ..self.request() }, |_| {}).unwrap()
+    }
+
+    fn read(&self, snapshot: &Snapshot, path: &[u8]) -> Result<Vec<u8>, ReadError> {
+        let inode = snapshot.manifest.resolve(path).unwrap();
+        read_file(&self.snapshots.reader(snapshot.id).unwrap(), inode)
+    }
+}
+
+/// The file's bytes through its chunks; also checks that the values merge to the ordinary hash.
+fn read_file(loaded: &LoadedSnapshot, inode: Inode) -> Result<Vec<u8>, ReadError> {
+    let node = loaded.manifest().node(inode).unwrap();
+    let (mut bytes, mut values, mut holes) = (Vec::new(), Vec::new(), false);
+    for index in 0..node.chunk_count() {
+        match node.chunk(index).unwrap() {
+            ChunkRef::Hole { len } => {
+                holes = true;
+                bytes.resize(bytes.len() + len as usize, 0);
+            }
+            ChunkRef::Data(id) => {
+                values.push(id.hash);
+                bytes.extend_from_slice(loaded.read_chunk(inode, index)?.bytes());
+            }
+        }
+    }
+    if !holes && let Some(root) = merge_root(&values) {
+        assert_eq!(root, Digest::of(&bytes));
+    }
+    Ok(bytes)
+}
+
+fn noise(len: usize, seed: u64) -> Vec<u8> {
+    let mut out = vec![0; len];
+    blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof().fill(&mut out);
+    out
+}
+
+/// Sets a file's mtime; the ctime moves by itself.
+fn set_mtime(path: &Path, mtime_ns: i64) {
+    let time = nix::sys::time::TimeSpec::new(mtime_ns / 1_000_000_000, mtime_ns % 1_000_000_000);
+    nix::sys::stat::utimensat(
+        nix::fcntl::AT_FDCWD,
+        path,
+        &time,
+        &time,
+        nix::sys::stat::UtimensatFlags::NoFollowSymlink,
+    )
+    .unwrap();
+}
+
+fn set_xattr(path: &Path, name: &str, value: &[u8]) {
+    let path = std::ffi::CString::new(path.as_os_str().as_bytes()).unwrap();
+    let name = std::ffi::CString::new(name).unwrap();
+    // SAFETY: both strings end with NUL and the value is as long as said.
+    let rc = unsafe { libc::setxattr(path.as_ptr(), name.as_ptr(), value.as_ptr().cast(), value.len(), 0) };
+    assert_eq!(rc, 0, "{}", std::io::Error::last_os_error());
+}
+
+#[test]
+fn a_tree_of_every_kind_comes_back_as_it_was() {
+    let home = Home::new();
+    let odd = std::ffi::OsStr::from_bytes(b"new\nline \xff\xfe");
+    std::fs::write(home.source.join(odd), b"odd").unwrap();
+    let long = "n".repeat(255);
+    home.put(&long, b"long");
+    home.put("empty", b"");
+    home.put("d/e/big", &noise(3 * CHUNK_BYTES + 17, 1));
+    home.put("split", &noise((17 << 20) + 1, 2));
+    std::fs::hard_link(home.source.join("d/e/big"), home.source.join("other name")).unwrap();
+    symlink("d/e", home.source.join("inside")).unwrap();
+    symlink("/etc/passwd", home.source.join("d/absolute")).unwrap();
+    symlink("../../x", home.source.join("d/climbs")).unwrap();
+    nix::unistd::mkfifo(&home.source.join("fifo"), nix::sys::stat::Mode::S_IRUSR).unwrap();
+    let sparse = std::fs::File::create(home.source.join("sparse")).unwrap();
+    sparse.set_len(9 << 20).unwrap();
+    sparse.write_all_at(b"middle", 5 << 20).unwrap();
+    set_xattr(&home.source.join("d"), "user.k", b"v\0v");
+    set_xattr(&home.source.join("empty"), "user.e", b"");
+    std::fs::set_permissions(home.source.join("empty"), std::fs::Permissions::from_mode(0o4751)).unwrap();
+    set_mtime(&home.source.join("empty"), 1_234_567_890_123_456_789);
+
+    for snapshot in [home.freeze(), home.freeze_copy()] {
+        let tree = &snapshot.manifest;
+        assert_eq!(home.read(&snapshot, odd.as_bytes()).unwrap(), b"odd");
+        assert_eq!(home.read(&snapshot, long.as_bytes()).unwrap(), b"long");
+        assert_eq!(home.read(&snapshot, b"empty").unwrap(), b"");
+        assert_eq!(home.read(&snapshot, b"d/e/big").unwrap(), noise(3 * CHUNK_BYTES + 17, 1));
+        assert_eq!(home.read(&snapshot, b"split").unwrap(), noise((17 << 20) + 1, 2));
+        assert_eq!(tree.resolve(b"d/e/big"), tree.resolve(b"other name"));
+        let sparse = tree.node(tree.resolve(b"sparse").unwrap()).unwrap();
+        assert_eq!((sparse.size, sparse.data_bytes()), (9 << 20, 1 << 20));
+        assert_eq!(&home.read(&snapshot, b"sparse").unwrap()[5 << 20..(5 << 20) + 6], b"middle");
+        let empty = tree.node(tree.resolve(b"empty").unwrap()).unwrap();
+        assert_eq!((empty.mode, empty.mtime_ns), (0o751, 1_234_567_890_123_456_789));
+        assert_eq!(empty.xattrs().collect::<Vec<_>>(), [(&b"user.e"[..], &b""[..])]);
+        let d = tree.node(tree.resolve(b"d").unwrap()).unwrap();
+        assert_eq!(d.xattrs().collect::<Vec<_>>(), [(&b"user.k"[..], &b"v\0v"[..])]);
+        assert_eq!(tree.node(tree.resolve(b"inside").unwrap()).unwrap().target(), Some(&b"d/e"[..]));
+        let outside: Vec<_> = snapshot.outside_links.iter().map(|link| link.path.clone()).collect();
+        assert_eq!(outside, [b"d/absolute".to_vec(), b"d/climbs".to_vec()]);
+        assert_eq!(snapshot.skipped, [Skipped { path: b"fifo".to_vec(), why: SkipReason::Fifo }]);
+        assert_eq!(snapshot.files, 6);
+        let again = home.snapshots.load(snapshot.id).unwrap();
+        assert_eq!((again.files, again.bytes), (snapshot.files, snapshot.bytes));
+        assert_eq!(again.outside_links, snapshot.outside_links);
+    }
+    assert_eq!(home.freeze().id, home.freeze_copy().id, "where bytes are kept is not identity");
+    assert_eq!(home.snapshots.list().unwrap().len(), 1);
+}
+
+#[test]
+fn one_file_is_a_set_too() {
+    let home = Home::new();
+    let path = home.put("weights.bin", &noise(100_000, 3));
+    let request = SnapshotRequest { source: path, ..home.request() };
+    let snapshot = home.snapshots.create(&request, |_| {}).unwrap();
+    assert!(snapshot.single_file);
+    assert_eq!(home.read(&snapshot, b"weights.bin").unwrap(), noise(100_000, 3));
+    assert_eq!(snapshot.manifest.node(ROOT).unwrap().size, 1);
+    let missing = SnapshotRequest { source: home.dir.path().join("no"), ..home.request() };
+    assert!(matches!(home.snapshots.create(&missing, |_| {}), Err(SnapshotError::Source { .. })));
+}
+
+#[test]
+fn links_that_leave_are_followed_when_asked_and_loops_end() {
+    let home = Home::new();
+    let outside = home.dir.path().join("outside");
+    std::fs::create_dir_all(outside.join("sub")).unwrap();
+    std::fs::write(outside.join("sub/f"), b"from outside").unwrap();
+    symlink("sub/f", outside.join("stays")).unwrap();
+    symlink(&outside, outside.join("sub/loop")).unwrap();
+    symlink(&outside, home.source.join("out")).unwrap();
+    symlink(outside.join("sub/f"), home.source.join("file")).unwrap();
+    symlink("/no/such/place", home.source.join("dead")).unwrap();
+    symlink(&home.source, home.source.join("self")).unwrap();
+    let request = SnapshotRequest { links: LinkPolicy::Follow, ..home.request() };
+    let snapshot = home.snapshots.create(&request, |_| {}).unwrap();
+    assert_eq!(home.read(&snapshot, b"out/sub/f").unwrap(), b"from outside");
+    assert_eq!(home.read(&snapshot, b"file").unwrap(), b"from outside");
+    let kind = |path: &[u8]| snapshot.manifest.node(snapshot.manifest.resolve(path).unwrap()).unwrap().kind;
+    assert_eq!(kind(b"out/stays"), NodeKind::Symlink);
+    assert_eq!(kind(b"out/sub/loop"), NodeKind::Symlink);
+    assert_eq!(kind(b"self"), NodeKind::Symlink);
+    let loops: Vec<_> = snapshot.skipped.iter().map(|skip| (skip.path.as_slice(), skip.why)).collect();
+    assert_eq!(loops, [(&b"out/sub/loop"[..], SkipReason::LinkLoop), (b"self", SkipReason::LinkLoop)]);
+    assert_eq!(snapshot.outside_links.len(), 1);
+}
+
+#[test]
+fn the_stricter_label_wins_and_a_bad_one_is_an_error() {
+    let home = Home::new();
+    for (text, expected) in [("public\n", DataClass::Internal), ("sealed", DataClass::Sealed)] {
+        home.put(CLASS_FILE, text.as_bytes());
+        assert_eq!(home.freeze().class, expected);
+    }
+    home.put(CLASS_FILE, b"secret");
+    assert!(matches!(
+        home.snapshots.create(&home.request(), |_| {}),
+        Err(SnapshotError::BadClass { text, .. }) if text == "secret"
+    ));
+}
+
+#[test]
+fn what_was_copied_is_still_there_after_the_source_changed() {
+    let home = Home::new();
+    home.put("train.py", b"print(1)");
+    home.put("big", &noise(2 * CHUNK_BYTES, 4));
+    let workdir = home.freeze_copy();
+    home.put("train.py", b"print(2)");
+    std::fs::remove_file(home.source.join("big")).unwrap();
+    assert_eq!(home.read(&workdir, b"train.py").unwrap(), b"print(1)");
+    assert_eq!(home.read(&workdir, b"big").unwrap(), noise(2 * CHUNK_BYTES, 4));
+    let difference = home.snapshots.diff(workdir.id, home.freeze_copy().id).unwrap();
+    assert_eq!((difference.removed, difference.changed), (vec![b"big".to_vec()], vec![b"train.py".to_vec()]));
+}
+
+#[test]
+fn a_large_file_that_changed_is_never_served_as_what_it_was() {
+    let home = Home::new();
+    let original = noise(3 * CHUNK_BYTES, 5);
+    let path = home.put("d/weights", &original);
+    let mtime = || {
+        let meta = path.metadata().unwrap();
+        meta.mtime() * 1_000_000_000 + meta.mtime_nsec()
+    };
+    let changed = |snapshot: &Snapshot| match home.read(snapshot, b"d/weights") {
+        Err(ReadError::SourceChanged { path, .. }) => path == b"d/weights",
+        _ => false,
+    };
+    // Same size, times put back.
+    let snapshot = home.freeze();
+    let then = mtime();
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.write_all_at(b"X", (2 << 20) + 5).unwrap();
+    set_mtime(&path, then);
+    assert!(changed(&snapshot));
+    // Put back: the bytes are the frozen ones again, whatever the times say.
+    file.write_all_at(&original[(2 << 20) + 5..(2 << 20) + 6], (2 << 20) + 5).unwrap();
+    assert_eq!(home.read(&snapshot, b"d/weights").unwrap(), original);
+    file.set_len(100).unwrap();
+    assert!(changed(&snapshot));
+    std::fs::remove_file(&path).unwrap();
+    assert!(changed(&snapshot));
+    symlink("/etc/passwd", &path).unwrap();
+    assert!(changed(&snapshot));
+}
+
+#[test]
+fn a_file_that_changes_while_it_is_read_is_read_again_or_named() {
+    let home = Home::new();
+    let path = home.put("busy", &noise(20 << 20, 6));
+    let writes = std::sync::atomic::AtomicU64::new(0);
+    // Each look at progress changes the file once, up to a limit.
+    let run = |limit: u64| {
+        writes.store(0, Ordering::Relaxed);
+        home.snapshots.create(&home.request(), |progress| {
+            if progress.files_done == 0 && writes.fetch_add(1, Ordering::Relaxed) < limit {
+                let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+                file.write_all_at(&writes.load(Ordering::Relaxed).to_le_bytes(), 7 << 20).unwrap();
+            }
+        })
+    };
+    let snapshot = run(1).unwrap();
+    let now = std::fs::read(&path).unwrap();
+    assert_eq!(home.read(&snapshot, b"busy").unwrap(), now);
+}
+
+#[test]
+fn a_stored_copy_that_rots_is_noticed() {
+    let home = Home::new();
+    home.put("f", b"some bytes");
+    let snapshot = home.freeze();
+    let stored = home.snapshots.inner.store.path(Digest::of(b"some bytes"));
+    std::fs::write(&stored, b"some bytez").unwrap();
+    assert!(matches!(home.read(&snapshot, b"f"), Err(ReadError::SourceChanged { .. })));
+}
+
+#[test]
+fn known_hashes_are_reused_only_for_files_that_were_quiet() {
+    let home = Home::new();
+    let path = home.put("big", &noise(2 * CHUNK_BYTES, 7));
+    home.freeze();
+    let identity = FileIdentity::of(&path.metadata().unwrap());
+    let find = || lock(&home.snapshots.inner.index).find(&identity).unwrap();
+    assert_eq!(find(), None, "written a moment ago: its times prove nothing");
+    // As if it had been quiet: plant what a reading would have learnt, and a lie beside it.
+    let truth = home.freeze();
+    let node = truth.manifest.node(truth.manifest.resolve(b"big").unwrap()).unwrap();
+    let chunks: Vec<_> = (0..2)
+        .map(|index| match node.chunk(index) {
+            Some(ChunkRef::Data(id)) => Some(id.hash),
+            _ => None,
+        })
+        .collect();
+    let plant = |chunks: Vec<Option<Digest>>| {
+        let known = index::Known { chunks, content: None };
+        lock(&home.snapshots.inner.index).put(&[(identity, known)]).unwrap();
+    };
+    plant(chunks.clone());
+    assert_eq!(home.freeze().id, truth.id);
+    plant(vec![Some(Digest([1; 32])), chunks[1]]);
+    let lie = home.freeze();
+    assert_ne!(lie.id, truth.id, "the index was used");
+    // A workdir is copied, so it is read whatever the index says.
+    assert_eq!(home.freeze_copy().id, truth.id);
+    // Served, the lie is found out, and forgotten.
+    plant(vec![Some(Digest([1; 32])), chunks[1]]);
+    assert!(matches!(home.read(&lie, b"big"), Err(ReadError::SourceChanged { .. })));
+    assert_eq!(find(), None);
+    assert_eq!(home.freeze().id, truth.id);
+}
+
+#[test]
+fn collecting_keeps_what_a_kept_snapshot_needs() {
+    let home = Home::new();
+    home.put("both", b"shared");
+    let old = home.freeze();
+    home.put("new", b"only in the second");
+    let new = home.freeze();
+    let (snapshots, _) = home.snapshots.collect(&HashSet::from([old.id])).unwrap();
+    assert_eq!(snapshots, 1);
+    assert_eq!(home.read(&old, b"both").unwrap(), b"shared");
+    assert!(matches!(home.snapshots.load(new.id), Err(SnapshotError::NotFound(_))));
+    assert!(!home.snapshots.inner.store.contains(Digest::of(b"only in the second"), 18));
+}
+
+#[test]
+fn many_small_files_are_frozen_whole() {
+    let home = Home::new();
+    for directory in 0..10 {
+        let path = home.source.join(format!("d{directory}"));
+        std::fs::create_dir(&path).unwrap();
+        for file in 0..500 {
+            std::fs::write(path.join(file.to_string()), format!("{directory} {file}")).unwrap();
+        }
+    }
+    let snapshot = home.freeze();
+    assert_eq!(snapshot.files, 5_000);
+    assert_eq!(home.read(&snapshot, b"d9/499").unwrap(), b"9 499");
+    assert!(std::fs::read_dir(home.dir.path().join("state/store/incoming")).unwrap().next().is_none());
+}
+
+/// Ten times what the test above does, for its memory: run it by hand.
+#[test]
+#[ignore = "half a minute"]
+fn fifty_thousand_small_files() {
+    let home = Home::new();
+    for file in 0..50_000_u32 {
+        std::fs::write(home.source.join(file.to_string()), file.to_le_bytes()).unwrap();
+    }
+    let snapshot = home.freeze();
+    assert_eq!(snapshot.files, 50_000);
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    let peak_kib: u64 = peak.trim().trim_end_matches(" kB").parse().unwrap();
+    assert!(peak_kib < 400 * 1024, "{peak_kib} KiB");
+}
+
+fn tree_strategy() -> impl Strategy<Value = BTreeMap<Vec<Vec<u8>>, (usize, u64)>> {
+    let name = prop_oneof![
+        4 => "[a-c]{1,2}".prop_map(String::into_bytes),
+        1 => prop::collection::vec(1_u8..=255, 1..20),
+        1 => prop::collection::vec(128_u8..=255, 255),
+    ]
+    .prop_map(|mut name| {
+        name.iter_mut().filter(|byte| **byte == b'/').for_each(|byte| *byte = b'\n');
+        if name == b"." || name == b".." { b"dots".to_vec() } else { name }
+    });
+    let size = prop_oneof![0_usize..200, Just(64 * 1024), Just(64 * 1024 + 1), Just(CHUNK_BYTES + 3)];
+    prop::collection::btree_map(prop::collection::vec(name, 1..4), (size, any::<u64>()), 0..12)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    #[test]
+    fn any_tree_reads_back(tree in tree_strategy(), copy_all in any::<bool>()) {
+        let home = Home::new();
+        let mut written = BTreeMap::new();
+        for (names, (size, seed)) in tree {
+            let mut path = home.source.clone();
+            names.iter().for_each(|name| path.push(std::ffi::OsStr::from_bytes(name)));
+            // A name may be a file in one path and a directory in another: the first wins.
+            if std::fs::create_dir_all(path.parent().unwrap()).is_ok()
+                && !path.exists()
+                && std::fs::write(&path, noise(size, seed)).is_ok()
+            {
+                written.insert(names.join(&b'/'), (size, seed));
+            }
+        }
+        let snapshot = home.snapshots
+            .create(&SnapshotRequest { copy_all, ..home.request() }, |_| {})
+            .unwrap();
+        prop_assert_eq!(snapshot.files, written.len() as u64);
+        let loaded = home.snapshots.reader(snapshot.id).unwrap();
+        for (path, (size, seed)) in written {
+            let inode = snapshot.manifest.resolve(&path).unwrap();
+            let node = snapshot.manifest.node(inode).unwrap();
+            prop_assert_eq!(chunk_len(node.size, 0) as usize, size.min(CHUNK_BYTES));
+            prop_assert_eq!(loaded.path_of(inode), path);
+            prop_assert_eq!(read_file(&loaded, inode).unwrap(), noise(size, seed));
+        }
+    }
+}
