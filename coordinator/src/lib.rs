@@ -4,6 +4,7 @@ pub mod database;
 pub mod env_names;
 pub mod ledger;
 pub mod lifecycle;
+pub mod logs;
 pub mod provider;
 pub mod results;
 pub mod rpc;

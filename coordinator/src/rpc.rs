@@ -3,7 +3,9 @@
 //!
 //! Never: trust a run, attempt or path that a message names.
 
+pub mod chunks;
 pub mod desk;
+pub mod logs;
 
 use limb_common::identity::AgentIdentity;
 use tonic::{Request, Status};

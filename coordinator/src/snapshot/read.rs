@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use limb_common::chunk::{CHUNK_BYTES_U64, ChunkId, VerifiedChunk};
@@ -114,7 +114,7 @@ impl LoadedSnapshot {
 }
 
 fn look(
-    path: &PathBuf,
+    path: &Path,
     identity: Option<&FileIdentity>,
     id: ChunkId,
     index: u64,

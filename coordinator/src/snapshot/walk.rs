@@ -71,7 +71,7 @@ pub(super) struct FoundFile {
 #[derive(Debug)]
 struct Chain {
     id: (u64, u64),
-    above: Option<Arc<Chain>>,
+    above: Option<Arc<Self>>,
 }
 
 /// A directory to read.

@@ -1,0 +1,405 @@
+//! The service over a real connection on loopback.
+
+use std::collections::HashMap;
+use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use limb_common::assignment::{Assignment, Order};
+use limb_common::chunk::CHUNK_BYTES;
+use limb_common::class::DataClass;
+use limb_common::id::{AttemptNumber, Digest, HomeId, LeaseEpoch, RunId};
+use limb_common::manifest::{ChunkRef, Manifest, NodeKind};
+use limb_common::report::Report;
+use limb_proto::v1::chunks_client::ChunksClient;
+use limb_proto::v1::fetch_failure::Kind;
+use limb_proto::v1::fetch_piece::Body;
+use limb_proto::v1::fetch_request::What;
+use tokio::sync::watch;
+use tonic::service::interceptor::InterceptedService;
+use tonic::transport::{Channel, Server};
+
+use super::*;
+use crate::rpc::desk::{Answer, BeatVerdict, EnrolmentRequest, OutputHome};
+use crate::snapshot::{LinkPolicy, Snapshot, SnapshotRequest};
+
+struct FakeDesk {
+    sets: HashMap<SetNumber, Digest>,
+    live: AtomicBool,
+}
+
+fn refused<T: Send + 'static>() -> Answer<T> {
+    Box::pin(async { Err(DeskError::Refused("not in this test")) })
+}
+
+impl Desk for FakeDesk {
+    fn enrol(&self, _: EnrolmentRequest) -> Answer<AgentIdentity> {
+        refused()
+    }
+    fn is_live(&self, _: &AgentIdentity) -> bool {
+        self.live.load(Ordering::Relaxed)
+    }
+    fn beat(&self, _: &AgentIdentity, _: Duration) -> Answer<BeatVerdict> {
+        refused()
+    }
+    fn orders(&self, _: &AgentIdentity) -> Answer<watch::Receiver<Order>> {
+        refused()
+    }
+    fn assignment(&self, _: &AgentIdentity) -> Answer<Assignment> {
+        refused()
+    }
+    fn report(&self, _: &AgentIdentity, _: Report) -> Answer<()> {
+        refused()
+    }
+    fn set(&self, _: &AgentIdentity, set: SetNumber) -> Answer<Digest> {
+        let found = self.sets.get(&set).copied().ok_or(DeskError::Refused("not yours"));
+        Box::pin(async move { found })
+    }
+    fn outputs(&self, _: &AgentIdentity) -> Answer<Vec<OutputHome>> {
+        refused()
+    }
+}
+
+struct FakeResults;
+
+impl ResultReader for FakeResults {
+    fn read_chunk(&self, _: &AgentIdentity, _: OutputNumber, file: u64, _: u64) -> ResultChunkFuture {
+        Box::pin(async move {
+            if file == 1 { Ok(Bytes::from_static(b"result")) } else { Err(ResultReadError::NotFound) }
+        })
+    }
+}
+
+#[derive(Default)]
+struct Told(Mutex<Vec<Vec<u8>>>);
+
+impl SourceEvents for Told {
+    fn on_source_changed(&self, _: &AgentIdentity, _: SetNumber, path: &[u8]) {
+        self.0.lock().unwrap().push(path.to_vec());
+    }
+}
+
+const SET: u32 = 7;
+const LIMITS: Limits = Limits {
+    liveness_every: Duration::from_secs(3),
+    stall: STALL,
+    bulk_budget_bytes: BULK_BUDGET_BYTES,
+    demand_budget_bytes: DEMAND_BUDGET_BYTES,
+};
+
+struct Home {
+    _dir: tempfile::TempDir,
+    source: PathBuf,
+    snapshot: Snapshot,
+    desk: Arc<FakeDesk>,
+    told: Arc<Told>,
+    address: String,
+    _server: Task<()>,
+}
+
+impl Home {
+    async fn start(fill: impl FnOnce(&std::path::Path), limits: Limits) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let source = dir.path().join("source");
+        std::fs::create_dir(&source).unwrap();
+        fill(&source);
+        let snapshots = Snapshots::open(&dir.path().join("state")).unwrap();
+        let request = SnapshotRequest {
+            source: source.clone(),
+            class: DataClass::Internal,
+            copy_all: false,
+            links: LinkPolicy::Keep,
+        };
+        let snapshot = snapshots.create_async(request, |_| {}).await.unwrap();
+        let sets = HashMap::from([(SetNumber(SET), snapshot.id)]);
+        let desk = Arc::new(FakeDesk { sets, live: AtomicBool::new(true) });
+        let told = Arc::new(Told::default());
+        let service = ChunkService::with_limits(
+            Arc::clone(&desk) as Arc<dyn Desk>,
+            snapshots,
+            Arc::new(FakeResults),
+            Arc::clone(&told) as Arc<dyn SourceEvents>,
+            limits,
+        );
+        let who = AgentIdentity {
+            home: HomeId::random(),
+            run: RunId::random(),
+            attempt: AttemptNumber(1),
+            epoch: LeaseEpoch(1),
+        };
+        let identify = move |mut request: Request<()>| {
+            request.extensions_mut().insert(who.clone());
+            Ok(request)
+        };
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = format!("http://{}", listener.local_addr().unwrap());
+        let service = InterceptedService::new(service.into_server(), identify);
+        let incoming = tokio_stream::wrappers::TcpListenerStream::new(listener);
+        let server = limb_common::task::spawn("server", async move {
+            Server::builder().add_service(service).serve_with_incoming(incoming).await.unwrap();
+        });
+        Self { _dir: dir, source, snapshot, desk, told, address, _server: server }
+    }
+
+    async fn plain(fill: impl FnOnce(&std::path::Path)) -> Self {
+        Self::start(fill, LIMITS).await
+    }
+
+    async fn client(&self) -> ChunksClient<Channel> {
+        ChunksClient::connect(self.address.clone()).await.unwrap()
+    }
+
+    async fn fetcher(&self) -> Fetcher {
+        let (asking, requests) = mpsc::channel(MAX_ASKED);
+        let requests = tokio_stream::wrappers::ReceiverStream::new(requests);
+        let replies = self.client().await.fetch(requests).await.unwrap().into_inner();
+        Fetcher { asking, replies, partial: HashMap::new() }
+    }
+
+    fn inode(&self, path: &str) -> u64 {
+        self.snapshot.manifest.resolve(path.as_bytes()).unwrap().0
+    }
+}
+
+const MAX_ASKED: usize = 1000;
+
+struct Fetcher {
+    asking: mpsc::Sender<v1::FetchRequest>,
+    replies: Streaming<v1::FetchPiece>,
+    partial: HashMap<u64, Vec<u8>>,
+}
+
+type Got = (u64, Result<Vec<u8>, v1::FetchFailure>);
+
+impl Fetcher {
+    async fn ask(&self, id: u64, priority: u32, what: What) {
+        self.asking.send(v1::FetchRequest { id, what: Some(what), priority }).await.unwrap();
+    }
+
+    async fn ask_set(&self, id: u64, priority: u32, inode: u64, index: u64) {
+        self.ask(id, priority, What::SetChunk(v1::SetChunk { set: SET, inode, index })).await;
+    }
+
+    /// The next answer that is complete.
+    async fn answer(&mut self) -> Result<Got, Status> {
+        loop {
+            let piece = self.replies.message().await?.expect("the stream is still open");
+            match piece.body.unwrap() {
+                Body::Failure(failure) => return Ok((piece.id, Err(failure))),
+                Body::Data(data) => {
+                    assert!(data.len() <= PIECE_BYTES);
+                    self.partial.entry(piece.id).or_default().extend_from_slice(&data);
+                }
+            }
+            if piece.last {
+                return Ok((piece.id, Ok(self.partial.remove(&piece.id).unwrap())));
+            }
+        }
+    }
+}
+
+fn noise(len: usize, seed: u64) -> Vec<u8> {
+    let mut out = vec![0; len];
+    blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof().fill(&mut out);
+    out
+}
+
+fn chunk_of(file: &[u8], index: u64) -> &[u8] {
+    let start = usize::try_from(index).unwrap() * CHUNK_BYTES;
+    &file[start..file.len().min(start + CHUNK_BYTES)]
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_chunk_of_a_set_comes_back_and_nothing_else_does() {
+    let home = Home::plain(|source| {
+        std::fs::create_dir(source.join("d")).unwrap();
+        std::fs::write(source.join("d/big"), noise(3 * CHUNK_BYTES + 1, 1)).unwrap();
+        std::fs::write(source.join("small"), b"small").unwrap();
+        std::fs::write(source.join("zeros"), vec![0; 10]).unwrap();
+    })
+    .await;
+    let mut fetcher = home.fetcher().await;
+    let tree = &home.snapshot.manifest;
+    for number in 1..=tree.inode_count() {
+        let node = tree.node(limb_common::manifest::Inode(number)).unwrap();
+        for index in 0..node.chunk_count() {
+            fetcher.ask_set(1, 0, number, index).await;
+            let (_, got) = fetcher.answer().await.unwrap();
+            match node.chunk(index).unwrap() {
+                ChunkRef::Data(id) => drop(id.verify(got.unwrap().into()).unwrap()),
+                ChunkRef::Hole { .. } => assert_eq!(got.unwrap_err().kind(), Kind::NotFound),
+            }
+        }
+        if node.kind == NodeKind::Directory {
+            fetcher.ask_set(1, 0, number, 0).await;
+            assert_eq!(fetcher.answer().await.unwrap().1.unwrap_err().kind(), Kind::NotFound);
+        }
+    }
+    let set = |set, inode, index| What::SetChunk(v1::SetChunk { set, inode, index });
+    let result = |file| What::ResultChunk(v1::ResultChunk { output: 0, file, index: 0 });
+    let small = home.inode("small");
+    for what in
+        [set(SET + 1, small, 0), set(SET, small, 1), set(SET, 0, 0), set(SET, u64::MAX, u64::MAX), result(2)]
+    {
+        fetcher.ask(2, 0, what).await;
+        let failure = fetcher.answer().await.unwrap().1.unwrap_err();
+        assert_eq!((failure.kind(), failure.detail.as_str()), (Kind::NotFound, ""), "{what:?}");
+    }
+    fetcher.ask(3, 1, result(1)).await;
+    assert_eq!(fetcher.answer().await.unwrap(), (3, Ok(b"result".to_vec())));
+    // A message that means nothing ends the stream.
+    fetcher.asking.send(v1::FetchRequest { id: 4, what: None, priority: 0 }).await.unwrap();
+    assert_eq!(fetcher.answer().await.unwrap_err().code(), tonic::Code::InvalidArgument);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_manifest_arrives_whole_and_only_for_sets_of_this_attempt() {
+    let home = Home::plain(|source| {
+        for file in 0..3000 {
+            std::fs::write(source.join(format!("file number {file}")), [1]).unwrap();
+        }
+    })
+    .await;
+    let mut client = home.client().await;
+    let mut pieces = client.manifest(v1::ManifestRequest { set: SET }).await.unwrap().into_inner();
+    let mut frame = Vec::new();
+    while let Some(piece) = pieces.message().await.unwrap() {
+        assert!(piece.data.len() <= PIECE_BYTES);
+        frame.extend_from_slice(&piece.data);
+    }
+    let bytes = zstd::decode_all(frame.as_slice()).unwrap();
+    assert_eq!(Manifest::open(bytes, home.snapshot.id).unwrap().inode_count(), 3001);
+    let other = client.manifest(v1::ManifestRequest { set: SET + 1 }).await.unwrap_err();
+    assert_eq!(other.code(), tonic::Code::NotFound);
+    home.desk.live.store(false, Ordering::Relaxed);
+    let dead = client.manifest(v1::ManifestRequest { set: SET }).await.unwrap_err();
+    assert_eq!(dead.code(), tonic::Code::PermissionDenied);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_changed_source_is_named_once_and_its_other_chunks_still_come() {
+    let home = Home::plain(|source| {
+        std::fs::write(source.join("big"), noise(3 * CHUNK_BYTES, 2)).unwrap();
+    })
+    .await;
+    let file = std::fs::OpenOptions::new().write(true).open(home.source.join("big")).unwrap();
+    file.write_all_at(b"!", (1 << 20) + 9).unwrap();
+    let inode = home.inode("big");
+    let mut fetcher = home.fetcher().await;
+    for _ in 0..2 {
+        fetcher.ask_set(1, 0, inode, 1).await;
+        let failure = fetcher.answer().await.unwrap().1.unwrap_err();
+        assert_eq!(failure.kind(), Kind::SourceChanged);
+        assert!(failure.detail.starts_with("big is not what was frozen"), "{}", failure.detail);
+    }
+    assert_eq!(*home.told.0.lock().unwrap(), [b"big".to_vec()]);
+    fetcher.ask_set(2, 0, inode, 2).await;
+    assert_eq!(fetcher.answer().await.unwrap().1.unwrap(), chunk_of(&noise(3 * CHUNK_BYTES, 2), 2));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn demand_overtakes_what_was_asked_before_it() {
+    const CHUNKS: u64 = 60;
+    let bytes = noise(60 * CHUNK_BYTES, 3);
+    let home = Home::plain(|source| std::fs::write(source.join("big"), &bytes).unwrap()).await;
+    let inode = home.inode("big");
+    let mut fetcher = home.fetcher().await;
+    for index in 0..CHUNKS - 1 {
+        fetcher.ask_set(index, 1, inode, index).await;
+    }
+    fetcher.ask_set(CHUNKS - 1, 0, inode, CHUNKS - 1).await;
+    let mut order = Vec::new();
+    for _ in 0..CHUNKS {
+        let (id, got) = fetcher.answer().await.unwrap();
+        assert!(got.unwrap() == chunk_of(&bytes, id));
+        order.push(id);
+    }
+    let place = order.iter().position(|&id| id == CHUNKS - 1).unwrap();
+    assert!(place < 20, "{order:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_cancelled_is_not_sent() {
+    let bytes = noise(60 * CHUNK_BYTES, 4);
+    let home = Home::plain(|source| std::fs::write(source.join("big"), &bytes).unwrap()).await;
+    let inode = home.inode("big");
+    let mut fetcher = home.fetcher().await;
+    for index in 0..59 {
+        fetcher.ask_set(index, 2, inode, index).await;
+    }
+    for id in 0..59 {
+        fetcher.ask(id, 0, What::Cancel(true)).await;
+    }
+    // The id may be used again at once, for something else.
+    fetcher.ask_set(0, 3, inode, 59).await;
+    let mut whole = 0;
+    loop {
+        fetcher.partial.remove(&0);
+        let (id, got) = fetcher.answer().await.unwrap();
+        if id == 0 && got.is_ok_and(|got| got == chunk_of(&bytes, 59)) {
+            break;
+        }
+        whole += 1;
+    }
+    assert!(whole < 30, "{whole} cancelled chunks came all the same");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_reads_nothing_neither_holds_memory_nor_loses_anything() {
+    let bytes = noise(40 * CHUNK_BYTES, 5);
+    // Room for six chunks in all: less than one stream may have in hand.
+    let limits =
+        Limits { stall: Duration::from_millis(50), bulk_budget_bytes: 6 * CHUNK_BYTES, ..LIMITS };
+    let home =
+        Home::start(|source| std::fs::write(source.join("big"), &bytes).unwrap(), limits).await;
+    let inode = home.inode("big");
+    let mut lazy = home.fetcher().await;
+    for index in 0..40 {
+        lazy.ask_set(index, 1, inode, index).await;
+    }
+    let mut busy = home.fetcher().await;
+    for index in 0..40 {
+        busy.ask_set(index, 1, inode, index).await;
+    }
+    for _ in 0..40 {
+        let (id, got) = busy.answer().await.unwrap();
+        assert!(got.unwrap() == chunk_of(&bytes, id));
+    }
+    for _ in 0..40 {
+        let (id, got) = lazy.answer().await.unwrap();
+        assert!(got.unwrap() == chunk_of(&bytes, id));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_ends_with_its_attempt() {
+    let limits = Limits { liveness_every: Duration::from_millis(20), ..LIMITS };
+    let home = Home::start(|_| {}, limits).await;
+    let mut fetcher = home.fetcher().await;
+    home.desk.live.store(false, Ordering::Relaxed);
+    assert_eq!(fetcher.answer().await.unwrap_err().code(), tonic::Code::PermissionDenied);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn too_many_open_requests_and_an_id_used_twice_are_refused() {
+    let home = Home::plain(|source| std::fs::write(source.join("f"), b"f").unwrap()).await;
+    let fetcher = home.fetcher().await;
+    let inode = home.inode("f");
+    let mut twice = queue::Queue::default();
+    let address = queue::Address::Set { set: SetNumber(0), inode: limb_common::manifest::Inode(1), index: 0 };
+    for id in 0..queue::MAX_OPEN as u64 {
+        twice.push(id, queue::Priority::Trace, address).unwrap();
+    }
+    assert_eq!(
+        twice.push(u64::MAX, queue::Priority::Demand, address).unwrap_err().code(),
+        tonic::Code::ResourceExhausted
+    );
+    twice.cancel(3);
+    assert!(twice.push(2, queue::Priority::Demand, address).is_err());
+    twice.push(3, queue::Priority::Demand, address).unwrap();
+    assert_eq!(twice.pop_demand().unwrap().id, 3);
+    fetcher.ask_set(1, 9, inode, 0).await;
+    let mut fetcher = fetcher;
+    assert_eq!(fetcher.answer().await.unwrap_err().code(), tonic::Code::InvalidArgument);
+}

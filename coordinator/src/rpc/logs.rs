@@ -1,0 +1,170 @@
+//! Service `Logs`: what a job prints, into [`crate::logs`]. Which attempt's log it is comes from
+//! the certificate alone.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::{FutureExt as _, StreamExt as _};
+use limb_common::identity::AgentIdentity;
+use limb_common::task::Task;
+use limb_proto::v1;
+use limb_proto::v1::logs_server::LogsServer;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::caller;
+use super::desk::Desk;
+use crate::logs::{LogError, LogFile, Logs};
+
+/// Frames that one fdatasync covers, if they are there already.
+const BATCH_BYTES: usize = 1 << 20;
+/// Acknowledgements that wait for the transport. Each replaces those before it.
+const ACKS: usize = 4;
+const LIVENESS_EVERY: Duration = Duration::from_secs(3);
+
+/// The service's implementation.
+#[derive(Clone)]
+pub struct LogService {
+    desk: Arc<dyn Desk>,
+    logs: Logs,
+}
+
+impl std::fmt::Debug for LogService {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LogService").field("logs", &self.logs).finish_non_exhaustive()
+    }
+}
+
+impl LogService {
+    #[must_use]
+    pub fn new(desk: Arc<dyn Desk>, logs: Logs) -> Self {
+        Self { desk, logs }
+    }
+
+    /// With the limits that belong to it.
+    #[must_use]
+    pub fn into_server(self) -> LogsServer<Self> {
+        LogsServer::new(self).max_decoding_message_size(limb_common::wire::MAX_MESSAGE_BYTES)
+    }
+}
+
+/// Acknowledgements together with the task that makes them.
+#[derive(Debug)]
+pub struct Acks {
+    acks: ReceiverStream<Result<v1::LogAck, Status>>,
+    _maker: Task<()>,
+}
+
+impl futures_util::Stream for Acks {
+    type Item = Result<v1::LogAck, Status>;
+
+    fn poll_next(
+        mut self: std::pin::Pin<&mut Self>,
+        context: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Self::Item>> {
+        self.acks.poll_next_unpin(context)
+    }
+}
+
+#[tonic::async_trait]
+impl v1::logs_server::Logs for LogService {
+    type AppendStream = Acks;
+
+    async fn append(
+        &self,
+        request: Request<Streaming<v1::LogFrame>>,
+    ) -> Result<Response<Self::AppendStream>, Status> {
+        let who = caller(&request)?;
+        if !self.desk.is_live(&who) {
+            return Err(Status::permission_denied("this attempt is over"));
+        }
+        let logs = self.logs.clone();
+        let (run, attempt) = (who.run.clone(), who.attempt);
+        let log = blocking(move || logs.attempt(&run, attempt)).await?;
+        let (desk, frames) = (Arc::clone(&self.desk), request.into_inner());
+        let (out, acks) = mpsc::channel(ACKS);
+        let maker = limb_common::task::spawn("log", async move {
+            if let Err(status) = take(desk, who, log, frames, &out).await {
+                // The client may have gone, and then nobody needs to know.
+                drop(out.send(Err(status)).await);
+            }
+        });
+        Ok(Response::new(Acks { acks: ReceiverStream::new(acks), _maker: maker }))
+    }
+}
+
+async fn take(
+    desk: Arc<dyn Desk>,
+    who: AgentIdentity,
+    log: Arc<LogFile>,
+    mut frames: Streaming<v1::LogFrame>,
+    out: &mpsc::Sender<Result<v1::LogAck, Status>>,
+) -> Result<(), Status> {
+    let mut liveness = tokio::time::interval(LIVENESS_EVERY);
+    loop {
+        let first = tokio::select! {
+            _ = liveness.tick() => {
+                if !desk.is_live(&who) {
+                    return Err(Status::permission_denied("this attempt is over"));
+                }
+                continue;
+            }
+            frame = frames.next() => match frame {
+                Some(frame) => frame?,
+                None => return Ok(()),
+            },
+        };
+        let mut bytes = first.data.len();
+        let mut batch = vec![first];
+        let mut ended = None;
+        while bytes < BATCH_BYTES && ended.is_none() {
+            match frames.next().now_or_never() {
+                Some(Some(Ok(frame))) => {
+                    bytes += frame.data.len();
+                    batch.push(frame);
+                }
+                Some(Some(Err(status))) => ended = Some(Err(status)),
+                Some(None) => ended = Some(Ok(())),
+                None => break,
+            }
+        }
+        let writing = Arc::clone(&log);
+        let (durable_offset, refused) = blocking(move || {
+            let refused = batch.iter().find_map(|frame| writing.append(frame.offset, &frame.data).err());
+            // What came before a refused frame is durable and acknowledged all the same.
+            Ok((writing.sync()?, refused))
+        })
+        .await?;
+        if out.send(Ok(v1::LogAck { durable_offset })).await.is_err() {
+            return Ok(());
+        }
+        if let Some(error) = refused {
+            return Err(status_of(&error));
+        }
+        if let Some(end) = ended {
+            return end;
+        }
+    }
+}
+
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, LogError> + Send + 'static,
+) -> Result<T, Status> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|join| Status::internal(join.to_string()))?
+        .map_err(|error| status_of(&error))
+}
+
+fn status_of(error: &LogError) -> Status {
+    match error {
+        LogError::Io { path, source } => {
+            tracing::error!(path = %path.display(), %source, "a log cannot be written");
+            // Paths of home are none of the box's business.
+            Status::unavailable("home could not store the log")
+        }
+        LogError::Gap { .. } => Status::out_of_range(error.to_string()),
+        LogError::Closed => Status::permission_denied(error.to_string()),
+    }
+}
