@@ -5,6 +5,8 @@
 
 pub mod chunks;
 pub mod desk;
+#[cfg(test)]
+mod fake_desk;
 pub mod logs;
 
 use limb_common::identity::AgentIdentity;

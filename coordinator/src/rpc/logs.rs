@@ -168,3 +168,94 @@ fn status_of(error: &LogError) -> Status {
         LogError::Closed => Status::permission_denied(error.to_string()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+    use std::sync::atomic::Ordering;
+
+    use limb_proto::v1::logs_client::LogsClient;
+    use tonic::service::interceptor::InterceptedService;
+    use tonic::transport::{Channel, Server};
+
+    use super::super::fake_desk::{FakeDesk, identity};
+    use super::*;
+
+    struct Home {
+        dir: tempfile::TempDir,
+        who: AgentIdentity,
+        desk: Arc<FakeDesk>,
+        logs: Logs,
+        client: LogsClient<Channel>,
+        _server: Task<()>,
+    }
+
+    async fn start() -> Home {
+        let dir = tempfile::tempdir().unwrap();
+        let (who, desk) = (identity(), Arc::new(FakeDesk::new(HashMap::new())));
+        let logs = Logs::open(dir.path());
+        let caller = who.clone();
+        let identify = move |mut request: Request<()>| {
+            request.extensions_mut().insert(caller.clone());
+            Ok(request)
+        };
+        let service = LogService::new(Arc::clone(&desk) as Arc<dyn Desk>, logs.clone());
+        let service = InterceptedService::new(service.into_server(), identify);
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = format!("http://{}", listener.local_addr().unwrap());
+        let incoming = tokio_stream::wrappers::TcpListenerStream::new(listener);
+        let server = limb_common::task::spawn("server", async move {
+            Server::builder().add_service(service).serve_with_incoming(incoming).await.unwrap();
+        });
+        let client = LogsClient::connect(address).await.unwrap();
+        Home { dir, who, desk, logs, client, _server: server }
+    }
+
+    struct Appender {
+        frames: mpsc::Sender<v1::LogFrame>,
+        acks: Streaming<v1::LogAck>,
+    }
+
+    impl Appender {
+        async fn open(home: &mut Home) -> Result<Self, Status> {
+            let (frames, sent) = mpsc::channel(16);
+            let acks = home.client.append(ReceiverStream::new(sent)).await?.into_inner();
+            Ok(Self { frames, acks })
+        }
+
+        async fn send(&mut self, offset: u64, data: &'static [u8]) -> Result<u64, Status> {
+            self.frames.send(v1::LogFrame { offset, data: data.into() }).await.unwrap();
+            self.acks.message().await.map(|ack| ack.unwrap().durable_offset)
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_cut_stream_goes_on_from_what_is_durable() {
+        let mut home = start().await;
+        let mut first = Appender::open(&mut home).await.unwrap();
+        assert_eq!(first.send(0, b"").await.unwrap(), 0);
+        assert_eq!(first.send(0, b"hello ").await.unwrap(), 6);
+        drop(first);
+        let mut second = Appender::open(&mut home).await.unwrap();
+        assert_eq!(second.send(0, b"").await.unwrap(), 6, "an empty frame asks where to go on");
+        assert_eq!(second.send(3, b"lo world").await.unwrap(), 11);
+        let path = home.dir.path().join(format!("runs/{}/1.log", home.who.run));
+        assert_eq!(std::fs::read(&path).unwrap(), b"hello world");
+        assert_eq!(second.send(20, b"gap").await.unwrap(), 11);
+        assert_eq!(second.acks.message().await.unwrap_err().code(), tonic::Code::OutOfRange);
+        assert_eq!(std::fs::read(&path).unwrap(), b"hello world");
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn neither_a_closed_log_nor_a_dead_attempt_takes_more() {
+        let mut home = start().await;
+        let mut stream = Appender::open(&mut home).await.unwrap();
+        assert_eq!(stream.send(0, b"x").await.unwrap(), 1);
+        home.logs.attempt(&home.who.run, home.who.attempt).unwrap().close().unwrap();
+        assert_eq!(stream.send(1, b"y").await.unwrap(), 1);
+        assert_eq!(stream.acks.message().await.unwrap_err().code(), tonic::Code::PermissionDenied);
+        home.desk.live.store(false, Ordering::Relaxed);
+        let refused = Appender::open(&mut home).await.err().unwrap();
+        assert_eq!(refused.code(), tonic::Code::PermissionDenied);
+    }
+}

@@ -4,62 +4,21 @@ use std::collections::HashMap;
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
-use limb_common::assignment::{Assignment, Order};
 use limb_common::chunk::CHUNK_BYTES;
 use limb_common::class::DataClass;
-use limb_common::id::{AttemptNumber, Digest, HomeId, LeaseEpoch, RunId};
 use limb_common::manifest::{ChunkRef, Manifest, NodeKind};
-use limb_common::report::Report;
 use limb_proto::v1::chunks_client::ChunksClient;
 use limb_proto::v1::fetch_failure::Kind;
 use limb_proto::v1::fetch_piece::Body;
 use limb_proto::v1::fetch_request::What;
-use tokio::sync::watch;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Channel, Server};
 
 use super::*;
-use crate::rpc::desk::{Answer, BeatVerdict, EnrolmentRequest, OutputHome};
+use crate::rpc::fake_desk::{FakeDesk, identity};
 use crate::snapshot::{LinkPolicy, Snapshot, SnapshotRequest};
-
-struct FakeDesk {
-    sets: HashMap<SetNumber, Digest>,
-    live: AtomicBool,
-}
-
-fn refused<T: Send + 'static>() -> Answer<T> {
-    Box::pin(async { Err(DeskError::Refused("not in this test")) })
-}
-
-impl Desk for FakeDesk {
-    fn enrol(&self, _: EnrolmentRequest) -> Answer<AgentIdentity> {
-        refused()
-    }
-    fn is_live(&self, _: &AgentIdentity) -> bool {
-        self.live.load(Ordering::Relaxed)
-    }
-    fn beat(&self, _: &AgentIdentity, _: Duration) -> Answer<BeatVerdict> {
-        refused()
-    }
-    fn orders(&self, _: &AgentIdentity) -> Answer<watch::Receiver<Order>> {
-        refused()
-    }
-    fn assignment(&self, _: &AgentIdentity) -> Answer<Assignment> {
-        refused()
-    }
-    fn report(&self, _: &AgentIdentity, _: Report) -> Answer<()> {
-        refused()
-    }
-    fn set(&self, _: &AgentIdentity, set: SetNumber) -> Answer<Digest> {
-        let found = self.sets.get(&set).copied().ok_or(DeskError::Refused("not yours"));
-        Box::pin(async move { found })
-    }
-    fn outputs(&self, _: &AgentIdentity) -> Answer<Vec<OutputHome>> {
-        refused()
-    }
-}
 
 struct FakeResults;
 
@@ -113,7 +72,7 @@ impl Home {
         };
         let snapshot = snapshots.create_async(request, |_| {}).await.unwrap();
         let sets = HashMap::from([(SetNumber(SET), snapshot.id)]);
-        let desk = Arc::new(FakeDesk { sets, live: AtomicBool::new(true) });
+        let desk = Arc::new(FakeDesk::new(sets));
         let told = Arc::new(Told::default());
         let service = ChunkService::with_limits(
             Arc::clone(&desk) as Arc<dyn Desk>,
@@ -122,12 +81,7 @@ impl Home {
             Arc::clone(&told) as Arc<dyn SourceEvents>,
             limits,
         );
-        let who = AgentIdentity {
-            home: HomeId::random(),
-            run: RunId::random(),
-            attempt: AttemptNumber(1),
-            epoch: LeaseEpoch(1),
-        };
+        let who = identity();
         let identify = move |mut request: Request<()>| {
             request.extensions_mut().insert(who.clone());
             Ok(request)
@@ -349,10 +303,8 @@ async fn what_was_cancelled_is_not_sent() {
 async fn a_client_that_reads_nothing_neither_holds_memory_nor_loses_anything() {
     let bytes = noise(40 * CHUNK_BYTES, 5);
     // Room for six chunks in all: less than one stream may have in hand.
-    let limits =
-        Limits { stall: Duration::from_millis(50), bulk_budget_bytes: 6 * CHUNK_BYTES, ..LIMITS };
-    let home =
-        Home::start(|source| std::fs::write(source.join("big"), &bytes).unwrap(), limits).await;
+    let limits = Limits { stall: Duration::from_millis(50), bulk_budget_bytes: 6 * CHUNK_BYTES, ..LIMITS };
+    let home = Home::start(|source| std::fs::write(source.join("big"), &bytes).unwrap(), limits).await;
     let inode = home.inode("big");
     let mut lazy = home.fetcher().await;
     for index in 0..40 {
