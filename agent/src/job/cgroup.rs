@@ -6,6 +6,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What the job may take. None: all there is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -13,6 +14,9 @@ pub struct Limits {
     pub memory_bytes: Option<u64>,
     pub pids: Option<u64>,
 }
+
+/// What a group's name starts with; the agent's pid and a number follow.
+const PREFIX: &str = "limb-job-";
 
 /// Groups that exist for one job; removed when dropped.
 #[derive(Debug, Default)]
@@ -27,7 +31,10 @@ pub struct Group {
 impl Group {
     /// Makes what can be made under the agent's own groups.
     #[must_use]
-    pub fn create(name: &str, limits: Limits) -> Self {
+    pub fn create(limits: Limits) -> Self {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = &format!("{PREFIX}{}-{number}", std::process::id());
         let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
         let group = Self {
@@ -67,6 +74,12 @@ impl Group {
     pub fn counts_memory(&self) -> bool {
         self.memory_v1.is_some()
             || self.unified.as_ref().is_some_and(|path| path.join("memory.events").exists())
+    }
+
+    /// Whether the number of processes is limited for this job alone.
+    #[must_use]
+    pub fn counts_processes(&self) -> bool {
+        self.pids_v1.is_some() || self.unified.as_ref().is_some_and(|path| path.join("pids.max").exists())
     }
 
     /// Ends everything in the group at once, where the kernel can (v2, Linux 5.14).
@@ -131,12 +144,24 @@ fn find(mounts: &str, own: &str, controller: Option<&str>) -> Option<PathBuf> {
 
 fn make(parent: Option<PathBuf>, name: &str) -> Option<PathBuf> {
     let parent = parent?;
+    remove_stale(&parent);
     let path = parent.join(name);
     fs::create_dir(&path).ok()?;
     if parent.join("cgroup.subtree_control").exists() {
         share_controllers(&parent);
     }
     Some(path)
+}
+
+/// Groups of agents that were killed, and with them their jobs.
+fn remove_stale(parent: &Path) {
+    for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let owner = name.to_str().and_then(|name| name.strip_prefix(PREFIX)?.split('-').next());
+        if owner.is_some_and(|pid| !Path::new("/proc").join(pid).exists()) {
+            let _removed = fs::remove_dir(entry.path());
+        }
+    }
 }
 
 /// v2: a group with processes of its own cannot give controllers to its children. When we are

@@ -24,6 +24,11 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, getegid, geteuid, setsid};
 
 use super::messages::{Order, TERMINATE, Told, read_order, tell};
+use super::view::ViewError;
+
+const HINT: &str = "hint: run the agent as root, or allow unprivileged user namespaces \
+                    (sysctl kernel.unprivileged_userns_clone=1, \
+                    kernel.apparmor_restrict_unprivileged_userns=0)";
 
 /// The whole of `limb-agent job-init`. To be called before the program starts any thread.
 #[must_use]
@@ -38,10 +43,7 @@ pub fn main() -> ExitCode {
     let in_user_namespace = match new_namespaces() {
         Ok(user) => user,
         Err(errno) => {
-            let hint = "hint: run the agent as root, or allow unprivileged user namespaces \
-                        (sysctl kernel.unprivileged_userns_clone=1, \
-                        kernel.apparmor_restrict_unprivileged_userns=0)";
-            tell(&socket, &Told::NoNamespaces(format!("{errno}\n  {hint}")));
+            tell(&socket, &Told::NoNamespaces(format!("{errno}\n  {HINT}")));
             return ExitCode::FAILURE;
         }
     };
@@ -153,8 +155,15 @@ fn inner(socket: &UnixStream, order: Order, in_user_namespace: bool) -> ExitCode
     let entered = super::view::build::enter(&order.view, in_user_namespace);
     match entered {
         Ok(()) => {}
-        Err(error @ super::view::ViewError::Overlay(_)) => {
+        Err(error @ ViewError::Overlay(_)) => {
             tell(socket, &Told::OverlayRefused(error.to_string()));
+            return ExitCode::FAILURE;
+        }
+        // Some systems give a user namespace and then no rights in it.
+        Err(ViewError::Step { what, path, errno: errno @ (Errno::EPERM | Errno::EACCES) })
+            if in_user_namespace =>
+        {
+            tell(socket, &Told::NoNamespaces(format!("{what} {path}: {errno}\n  {HINT}")));
             return ExitCode::FAILURE;
         }
         Err(error) => {

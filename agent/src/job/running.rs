@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use limb_common::assignment::Command;
@@ -33,6 +33,8 @@ struct Known {
     placed: Option<Result<(), Told>>,
     step: Option<JobStep>,
     ended: Option<(JobStep, EndedBy)>,
+    /// Somebody had ordered the end by then.
+    stopped: bool,
     /// The helper has ended, and with it the tree.
     gone: bool,
 }
@@ -77,15 +79,14 @@ impl RunningJob {
     /// Puts the job into place and starts it. `Err` means that nothing runs; a program that
     /// cannot be executed is not an error here but the job's end.
     pub async fn start(spec: JobSpec) -> Result<Self, JobError> {
-        static NUMBER: AtomicU64 = AtomicU64::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let group = Group::create(&format!("limb-job-{}-{number}", std::process::id()), spec.limits);
+        let group = Group::create(spec.limits);
         let order = order_of(&spec, &group)?;
         let (socket, theirs) = UnixStream::pair().map_err(JobError::Helper)?;
         let (output, log) = std::io::pipe().map_err(JobError::Helper)?;
         let shared = Arc::new(Shared { socket, group, stopped: AtomicBool::new(false) });
         let (knows, mut known) = watch::channel(Known::default());
         let reader = shared.socket.try_clone().map_err(JobError::Helper)?;
+        let supervised = shared.clone();
         let (started, helper) = tokio::sync::oneshot::channel();
         let program = spec.init_program.clone();
         // A thread of its own, for the whole life of the job: the kernel ends the helper when
@@ -97,7 +98,7 @@ impl RunningJob {
                 match spawned {
                     Ok(child) => {
                         let _waiting = started.send(Ok(child.id()));
-                        supervise(child, reader, &order, &knows);
+                        supervise(child, reader, &order, &knows, &supervised);
                     }
                     Err(error) => {
                         let _waiting = started.send(Err(error));
@@ -153,7 +154,7 @@ impl RunningJob {
         let (step, how) = last.ended.unwrap_or((step, EndedBy::Signal(libc::SIGKILL)));
         let failed = how != EndedBy::Exit(0);
         let oom_killed = failed && self.oom_killed(&how);
-        JobEnd { step, how, oom_killed, stopped: self.shared.stopped.load(Ordering::Acquire) }
+        JobEnd { step, how, oom_killed, stopped: last.stopped }
     }
 
     fn oom_killed(&self, how: &EndedBy) -> bool {
@@ -236,7 +237,14 @@ fn spawn_helper(program: &Path, socket: UnixStream, log: std::io::PipeWriter) ->
 }
 
 /// Gives the order, passes on what is told, and stays until the helper is gone.
-fn supervise(mut child: Child, socket: UnixStream, order: &Order, knows: &watch::Sender<Known>) {
+fn supervise(
+    mut child: Child,
+    socket: UnixStream,
+    order: &Order,
+    knows: &watch::Sender<Known>,
+    shared: &Shared,
+) {
+    let stopped = || shared.stopped.load(Ordering::Acquire);
     if send_order(&socket, order).is_err() {
         tracing::warn!("the job's helper took no order");
     }
@@ -244,27 +252,37 @@ fn supervise(mut child: Child, socket: UnixStream, order: &Order, knows: &watch:
         let Ok(line) = line else { break };
         match serde_json::from_str(&line) {
             Ok(told) => {
-                knows.send_modify(|known| learn(known, told));
+                knows.send_modify(|known| learn(known, told, stopped()));
             }
             Err(error) => tracing::warn!(%error, "the job's helper speaks in riddles"),
         }
     }
     let _status = child.wait();
-    knows.send_modify(|known| known.gone = true);
+    knows.send_modify(|known| {
+        known.stopped |= known.ended.is_none() && stopped();
+        known.gone = true;
+    });
 }
 
-fn learn(known: &mut Known, told: Told) {
+fn learn(known: &mut Known, told: Told, stopped: bool) {
     match told {
         Told::NoNamespaces(_) | Told::OverlayRefused(_) | Told::ViewFailed(_) => {
             known.placed = Some(Err(told))
         }
         Told::ViewReady => known.placed = Some(Ok(())),
         Told::Started(step) => known.step = Some(step.into()),
-        Told::Exited { step, code } => known.ended = Some((step.into(), EndedBy::Exit(code))),
-        Told::Signalled { step, signal } => known.ended = Some((step.into(), EndedBy::Signal(signal))),
+        Told::Exited { step, code } => known.end(step, EndedBy::Exit(code), stopped),
+        Told::Signalled { step, signal } => known.end(step, EndedBy::Signal(signal), stopped),
         Told::CouldNotStart { step, code, why } => {
-            known.ended = Some((step.into(), EndedBy::CouldNotStart { code, why }));
+            known.end(step, EndedBy::CouldNotStart { code, why }, stopped);
         }
+    }
+}
+
+impl Known {
+    fn end(&mut self, step: Step, how: EndedBy, stopped: bool) {
+        self.ended = Some((step.into(), how));
+        self.stopped = stopped;
     }
 }
 

@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt as _;
 
 use limb_common::report::{EndedBy, JobStep};
 
-use crate::support::{Place, argv, exit, run, text};
+use crate::support::{Place, argv, exit, run, runtime, text};
 
 fn how(script: &str) -> EndedBy {
     run(Place::new().script(script)).0.how
@@ -102,7 +102,7 @@ fn a_kill_for_want_of_memory_has_its_name() {
     let place = Place::new();
     let mut spec = place.script("exec python3 -c 'x = bytearray(300 << 20)'");
     spec.limits.memory_bytes = Some(64 << 20);
-    let group = limb_agent::job::cgroup::Group::create("limb-job-test-probe", spec.limits);
+    let group = limb_agent::job::cgroup::Group::create(spec.limits);
     if !group.counts_memory() {
         eprintln!("not checked: no memory controller here");
         return;
@@ -119,4 +119,35 @@ fn output_is_raw_and_in_order() {
     let lines = run(Place::new().script("seq -f '%015.0f' 1 655360")).1;
     assert_eq!(lines.len(), 10 << 20);
     assert!(lines.chunks(16).zip(1..).all(|(line, n)| line == format!("{n:015}\n").as_bytes()));
+}
+
+#[test]
+fn a_flood_of_output_slows_nobody_and_says_what_was_dropped() {
+    use limb_agent::logs::{LogBuffer, LogLimits, capture};
+    const PRINTED: usize = 50_000_000;
+    let place = Place::new();
+    let buffer = LogBuffer::new(place.dir.path(), LogLimits { ram_bytes: 1 << 20, spill_bytes: 4 << 20 });
+    runtime().block_on(async {
+        let spec = place.script(&format!("yes 2>/dev/null | head -c {PRINTED}; exit 0"));
+        let mut job = limb_agent::job::RunningJob::start(spec).await.unwrap();
+        let captured = capture(job.take_output().unwrap(), buffer.clone()).unwrap();
+        // Home is away all the time.
+        assert_eq!(job.wait().await.how.exit_code() % 141, 0);
+        captured.join().unwrap();
+    });
+    let mut kept = Vec::new();
+    loop {
+        let (_, bytes) = buffer.next(1 << 20, 1 << 20);
+        if bytes.is_empty() {
+            break;
+        }
+        kept.extend(bytes);
+        buffer.acknowledge(kept.len() as u64).unwrap();
+    }
+    assert!(buffer.is_drained());
+    let said = String::from_utf8(kept).unwrap();
+    let marker = said.lines().find(|line| line.starts_with("[limb: ")).unwrap();
+    let dropped: usize = marker.split(' ').nth(1).unwrap().parse().unwrap();
+    assert_eq!(dropped + said.len() - marker.len() - 2, PRINTED);
+    assert_eq!(said.matches("[limb: ").count(), 1);
 }

@@ -228,3 +228,34 @@ fn a_report_follows_the_steps() {
         assert_eq!(job.wait().await.how.exit_code(), 127);
     });
 }
+
+#[test]
+fn a_fork_bomb_takes_nothing_but_its_own_limit() {
+    let place = Place::new();
+    let mark = unique("bomb");
+    let mut spec =
+        with_mark(place.script("bomb() { bomb | bomb & }; bomb 2>/dev/null; echo ready; sleep 1000"), &mark);
+    spec.limits.pids = Some(100);
+    if limb_agent::job::cgroup::Group::create(spec.limits).counts_processes() {
+        runtime().block_on(async {
+            let job = start_and_wait_ready(spec).await;
+            assert!(marked(&mark).len() <= 100);
+            job.kill(|| {}).await.unwrap();
+            assert_eq!(marked(&mark), Vec::<i32>::new());
+        });
+    } else {
+        eprintln!("not checked: no pids controller here");
+    }
+}
+
+#[test]
+fn a_kill_after_the_end_changes_nothing_of_it() {
+    let place = Place::new();
+    runtime().block_on(async {
+        let job = RunningJob::start(place.script("exit 4")).await.unwrap();
+        let end = job.wait().await;
+        job.kill(|| {}).await.unwrap();
+        assert_eq!(job.wait().await, end);
+        assert!(!end.stopped);
+    });
+}

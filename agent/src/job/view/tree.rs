@@ -59,9 +59,12 @@ pub(crate) fn plan(view: &View) -> Result<Node, ViewError> {
         .collect();
     root.insert(&target(&view.home, &private)?, Leaf::Ram { mode: 0o700 });
     for hidden in &view.hide {
-        // One that is not there needs no hiding.
-        if let Ok(found) = hidden.canonicalize() {
-            root.insert(&found, Leaf::Hidden);
+        // One that is not there needs no hiding, nor what is under RAM of the job's own.
+        match hidden.canonicalize() {
+            Ok(found) if !private.iter().any(|top| found.starts_with(top)) => {
+                root.insert(&found, Leaf::Hidden);
+            }
+            Ok(_) | Err(_) => {}
         }
     }
     let workdir = match &view.workdir {
