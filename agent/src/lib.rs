@@ -8,3 +8,4 @@ pub mod job;
 pub mod link;
 pub mod logs;
 pub mod mount;
+pub mod results;

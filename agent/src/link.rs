@@ -3,3 +3,4 @@
 pub mod channels;
 pub mod chunks;
 pub mod logs;
+pub mod results;

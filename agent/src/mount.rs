@@ -5,3 +5,4 @@
 
 pub mod read;
 pub mod session;
+pub mod write;

@@ -1,0 +1,436 @@
+//! The ordered log of what home has to learn: chunks, and entries that come after the chunks they
+//! publish. One per agent, shared by its outputs; the link sends it front to back and starts over
+//! from what is not acknowledged after each cut.
+//!
+//! Never: drop an item that home has not acknowledged, unless nobody needs it any more (a chunk
+//! that was overwritten before it was sent, and that no publish refers to).
+//!
+//! Invariant: seq has no gaps; an entry stands after every chunk that it publishes.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use limb_common::assignment::OutputNumber;
+use limb_common::manifest::Inode;
+use limb_common::report::DrainReport;
+use nix::errno::Errno;
+use tokio::sync::{Notify, watch};
+use tokio_util::sync::CancellationToken;
+
+use super::budget::Budget;
+use super::chunk::{ChunkKey, PublishedChunk, SealedChunk};
+use super::content::Base;
+
+/// How many names a drain report lists.
+const NAMED: usize = 100;
+
+/// How a content becomes visible.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PublishKind {
+    Final,
+    Snapshot,
+    Grown,
+}
+
+/// One change at home. Paths are relative to the output.
+#[derive(Clone, Debug)]
+pub enum Op {
+    Created { file: u64, path: Vec<u8>, mode: u32, base: FileBase },
+    Published(Publish),
+    Renamed { from: Vec<u8>, to: Vec<u8>, no_replace: bool },
+    Removed { path: Vec<u8>, directory: bool },
+    DirectoryMade { path: Vec<u8>, mode: u32 },
+    SymlinkMade { path: Vec<u8>, target: Vec<u8> },
+    HardLinkMade { existing: Vec<u8>, path: Vec<u8> },
+    AttributesSet { path: Vec<u8>, mode: Option<u32>, mtime_ns: Option<i64> },
+    XattrSet { path: Vec<u8>, name: Vec<u8>, value: Option<Vec<u8>> },
+    Abandoned { file: u64, keep: bool, path: Vec<u8>, size: u64, chunks: Vec<(u64, PublishedChunk)> },
+}
+
+/// What a new file at home starts from.
+pub type FileBase = Base;
+
+#[derive(Clone, Debug)]
+pub struct Publish {
+    pub file: u64,
+    pub path: Vec<u8>,
+    pub size: u64,
+    /// Keeps what it publishes alive until home has it.
+    pub chunks: Vec<(u64, PublishedChunk)>,
+    pub mode: u32,
+    pub mtime_ns: i64,
+    pub kind: PublishKind,
+}
+
+/// Home said no to something; the run should show it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    pub output: OutputNumber,
+    pub path: Vec<u8>,
+    pub errno: i32,
+    pub detail: String,
+}
+
+pub type RefusalCallback = Box<dyn Fn(Refusal) + Send + Sync>;
+
+/// How much may be held.
+#[derive(Clone, Copy, Debug)]
+pub struct OutboxSettings {
+    /// Written and not yet at home; beyond it writers wait.
+    pub dirty_bytes: u64,
+    /// At home, but still in memory to be read back fast.
+    pub clean_bytes: u64,
+}
+
+/// Something to send.
+#[derive(Clone, Debug)]
+pub enum Outgoing {
+    Chunk(Arc<SealedChunk>),
+    Entry { seq: u64, output: OutputNumber, op: Arc<Op> },
+}
+
+#[derive(Debug)]
+enum Item {
+    Chunk(Weak<SealedChunk>),
+    Entry { seq: u64, output: OutputNumber, inode: u64, op: Arc<Op> },
+}
+
+#[derive(Debug, Default)]
+struct Log {
+    items: VecDeque<Item>,
+    /// Position of the first of `items`; positions are never reused.
+    first: u64,
+    last_seq: u64,
+    durable_seq: u64,
+    last_file: u64,
+    /// With their lengths, which outlive them.
+    unacknowledged: HashMap<ChunkKey, (Weak<SealedChunk>, u32)>,
+    clean: VecDeque<Weak<SealedChunk>>,
+    clean_bytes: u64,
+    errors: BTreeMap<(OutputNumber, u64), Errno>,
+    kept_partial: Vec<String>,
+    bytes_stored: u64,
+    files_published: u64,
+}
+
+pub struct Outbox {
+    log: Mutex<Log>,
+    /// Something was added.
+    added: Notify,
+    durable: watch::Sender<u64>,
+    budget: Arc<Budget>,
+    settings: OutboxSettings,
+    refused: RefusalCallback,
+    closed: CancellationToken,
+}
+
+impl std::fmt::Debug for Outbox {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Outbox").field("budget", &self.budget).finish_non_exhaustive()
+    }
+}
+
+impl Outbox {
+    /// `closed` fires when the agent ends: nobody waits for home after that.
+    #[must_use]
+    pub fn new(settings: OutboxSettings, refused: RefusalCallback, closed: CancellationToken) -> Arc<Self> {
+        Arc::new(Self {
+            log: Mutex::new(Log::default()),
+            added: Notify::new(),
+            durable: watch::Sender::new(0),
+            budget: Budget::new(settings.dirty_bytes),
+            settings,
+            refused,
+            closed,
+        })
+    }
+
+    #[must_use]
+    pub fn budget(&self) -> &Arc<Budget> {
+        &self.budget
+    }
+
+    #[must_use]
+    pub fn closed(&self) -> &CancellationToken {
+        &self.closed
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Log> {
+        self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn new_file(&self) -> u64 {
+        let mut log = self.lock();
+        log.last_file += 1;
+        log.last_file
+    }
+
+    pub(crate) fn push_chunk(&self, chunk: &Arc<SealedChunk>) {
+        let mut log = self.lock();
+        log.items.push_back(Item::Chunk(Arc::downgrade(chunk)));
+        log.unacknowledged.insert(chunk.key, (Arc::downgrade(chunk), chunk.len));
+        drop(log);
+        self.added.notify_waiters();
+    }
+
+    /// Appends an entry; `inode` is whose fsync reports its refusal.
+    pub(crate) fn push(&self, output: OutputNumber, inode: u64, op: Op) -> u64 {
+        let mut log = self.lock();
+        log.last_seq += 1;
+        let seq = log.last_seq;
+        if let Op::Abandoned { keep: true, path, .. } = &op {
+            log.kept_partial.push(format!("{} (kept as .partial)", String::from_utf8_lossy(path)));
+        }
+        log.items.push_back(Item::Entry { seq, output, inode, op: Arc::new(op) });
+        drop(log);
+        self.added.notify_waiters();
+        seq
+    }
+
+    #[must_use]
+    pub fn last_seq(&self) -> u64 {
+        self.lock().last_seq
+    }
+
+    #[must_use]
+    pub fn durable_seq(&self) -> u64 {
+        *self.durable.borrow()
+    }
+
+    /// A sticky error of this inode.
+    pub(crate) fn error_of(&self, output: OutputNumber, inode: u64) -> Option<Errno> {
+        self.lock().errors.get(&(output, inode)).copied()
+    }
+
+    pub(crate) fn clear_error(&self, output: OutputNumber, inode: u64) {
+        self.lock().errors.remove(&(output, inode));
+    }
+
+    /// Waits until home has everything up to `seq` on disk.
+    ///
+    /// # Errors
+    /// EIO when the agent ends first.
+    pub async fn wait_durable(&self, seq: u64) -> Result<(), Errno> {
+        let mut durable = self.durable.subscribe();
+        tokio::select! {
+            reached = durable.wait_for(|now| *now >= seq) => reached.map(drop).map_err(|_| Errno::EIO),
+            () = self.closed.cancelled() => Err(Errno::EIO),
+        }
+    }
+
+    // ---- the link's side
+
+    /// The next item at or after `position` that still has to be sent, and the position after it.
+    /// Waits for one.
+    pub async fn next(&self, mut position: u64) -> (Outgoing, u64) {
+        loop {
+            let added = self.added.notified();
+            let mut added = std::pin::pin!(added);
+            added.as_mut().enable();
+            if let Some((outgoing, after)) = self.next_now(position) {
+                return (outgoing, after);
+            }
+            position = position.max(self.end());
+            added.await;
+        }
+    }
+
+    fn end(&self) -> u64 {
+        let log = self.lock();
+        log.first + log.items.len() as u64
+    }
+
+    fn next_now(&self, position: u64) -> Option<(Outgoing, u64)> {
+        let log = self.lock();
+        let skip = usize::try_from(position.saturating_sub(log.first)).unwrap_or(usize::MAX);
+        for (at, item) in log.items.iter().enumerate().skip(skip) {
+            let after = log.first + at as u64 + 1;
+            match item {
+                Item::Chunk(chunk) => {
+                    if let Some(chunk) =
+                        chunk.upgrade().filter(|chunk| log.unacknowledged.contains_key(&chunk.key))
+                    {
+                        return Some((Outgoing::Chunk(chunk), after));
+                    }
+                }
+                Item::Entry { seq, output, op, .. } if *seq > log.durable_seq => {
+                    return Some((Outgoing::Entry { seq: *seq, output: *output, op: Arc::clone(op) }, after));
+                }
+                Item::Entry { .. } => {}
+            }
+        }
+        None
+    }
+
+    /// Changes with every acknowledgement.
+    #[must_use]
+    pub fn progress(&self) -> (u64, u64) {
+        let log = self.lock();
+        (log.durable_seq, log.bytes_stored)
+    }
+
+    /// Home has this chunk on disk, or (`errno`) will not take it. Returns how many bytes that
+    /// settles.
+    pub fn chunk_settled(&self, key: ChunkKey, errno: Option<i32>) -> u64 {
+        let mut log = self.lock();
+        let Some((chunk, len)) = log.unacknowledged.remove(&key) else { return 0 };
+        let Some(chunk) = chunk.upgrade() else {
+            log.trim();
+            return u64::from(len);
+        };
+        chunk.settle(errno.is_none());
+        if errno.is_none() {
+            log.bytes_stored += u64::from(chunk.len);
+            log.clean_bytes += u64::from(chunk.len);
+            log.clean.push_back(Arc::downgrade(&chunk));
+            log.forget(self.settings.clean_bytes);
+        }
+        log.trim();
+        u64::from(len)
+    }
+
+    /// Home refused an entry. Comes again after a reconnect; only the first counts.
+    pub fn entry_refused(&self, seq: u64, errno: i32, detail: &str) {
+        let mut log = self.lock();
+        let found = log.items.iter().find_map(|item| match item {
+            Item::Entry { seq: at, output, inode, op } if *at == seq => {
+                Some((*output, *inode, Arc::clone(op)))
+            }
+            Item::Entry { .. } | Item::Chunk(_) => None,
+        });
+        let Some((output, inode, op)) = found.filter(|_| seq > log.durable_seq) else { return };
+        let errno_kind = Errno::from_raw(errno);
+        let known = if errno_kind == Errno::UnknownErrno { Errno::EIO } else { errno_kind };
+        let first = log.errors.insert((output, inode), known) != Some(known);
+        drop(log);
+        if first {
+            let (path, detail) = (op.path().to_vec(), detail.to_owned());
+            (self.refused)(Refusal { output, path, errno, detail });
+        }
+    }
+
+    pub fn durable_up_to(&self, seq: u64) {
+        let mut log = self.lock();
+        // Home cannot have what we never made: such a home is confused, and waiters must not pass.
+        if seq > log.last_seq || seq <= log.durable_seq {
+            return;
+        }
+        let (before, mut published) = (log.durable_seq, 0);
+        for item in &log.items {
+            if let Item::Entry { seq: at, output, inode, op } = item
+                && *at > before
+                && *at <= seq
+                && matches!(**op, Op::Published(_))
+                && !log.errors.contains_key(&(*output, *inode))
+            {
+                published += 1;
+            }
+        }
+        log.files_published += published;
+        log.durable_seq = seq;
+        log.trim();
+        drop(log);
+        self.durable.send_replace(seq);
+    }
+
+    // ---- the end
+
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        let log = self.lock();
+        log.last_seq == log.durable_seq
+    }
+
+    /// Waits until everything is durable or `deadline` has passed; names what is not.
+    pub async fn drain(&self, deadline: Duration) -> DrainReport {
+        let last = self.last_seq();
+        let drained = tokio::time::timeout(deadline, self.wait_durable(last)).await;
+        let log = self.lock();
+        let mut unsaved: Vec<String> = log.kept_partial.iter().take(NAMED).cloned().collect();
+        for item in &log.items {
+            if let Item::Entry { seq, op, .. } = item
+                && *seq > log.durable_seq
+                && let Op::Published(Publish { path, .. }) | Op::Abandoned { path, keep: true, .. } = &**op
+            {
+                unsaved.push(String::from_utf8_lossy(path).into_owned());
+            }
+        }
+        unsaved.dedup();
+        unsaved.truncate(NAMED);
+        DrainReport {
+            complete: matches!(drained, Ok(Ok(()))) && log.errors.is_empty(),
+            unsaved,
+            bytes_sent: log.bytes_stored,
+            files_published: log.files_published,
+            workdir_changes_left: Vec::new(),
+        }
+    }
+}
+
+impl Log {
+    /// Drops what is done from the front.
+    fn trim(&mut self) {
+        while let Some(item) = self.items.front() {
+            let done = match item {
+                Item::Entry { seq, .. } => *seq <= self.durable_seq,
+                Item::Chunk(chunk) => {
+                    chunk.upgrade().is_none_or(|chunk| !self.unacknowledged.contains_key(&chunk.key))
+                }
+            };
+            if !done {
+                return;
+            }
+            self.items.pop_front();
+            self.first += 1;
+        }
+        if self.items.is_empty() {
+            self.unacknowledged.retain(|_, (chunk, _)| chunk.strong_count() > 0);
+        }
+    }
+
+    fn forget(&mut self, limit: u64) {
+        while self.clean_bytes > limit {
+            let Some(oldest) = self.clean.pop_front() else {
+                self.clean_bytes = 0;
+                return;
+            };
+            if let Some(chunk) = oldest.upgrade() {
+                chunk.forget_bytes();
+                self.clean_bytes = self.clean_bytes.saturating_sub(u64::from(chunk.len));
+            } else {
+                // Its length died with it; what is left is counted again.
+                self.clean_bytes =
+                    self.clean.iter().filter_map(Weak::upgrade).map(|chunk| u64::from(chunk.len)).sum();
+            }
+        }
+    }
+}
+
+impl Op {
+    /// The name that an error about it should show.
+    #[must_use]
+    pub fn path(&self) -> &[u8] {
+        match self {
+            Self::Created { path, .. }
+            | Self::Removed { path, .. }
+            | Self::DirectoryMade { path, .. }
+            | Self::SymlinkMade { path, .. }
+            | Self::HardLinkMade { path, .. }
+            | Self::AttributesSet { path, .. }
+            | Self::XattrSet { path, .. }
+            | Self::Abandoned { path, .. } => path,
+            Self::Published(publish) => &publish.path,
+            Self::Renamed { to, .. } => to,
+        }
+    }
+}
+
+/// The inode of the lower set that a base names.
+#[must_use]
+pub fn lower_inode(base: FileBase) -> Option<Inode> {
+    match base {
+        Base::Lower(inode) => Some(inode),
+        Base::Nothing | Base::File(_) => None,
+    }
+}

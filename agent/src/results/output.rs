@@ -1,0 +1,350 @@
+//! One output with its waits: what a call needs from home is fetched, what is over the budget
+//! waits for acknowledgements, what must be durable waits for home. Every method here that is not
+//! `async` answers at once and may be called from a FUSE thread.
+//!
+//! Never: hold the tree's lock across a wait.
+//!
+//! Order within a file is the kernel's: it holds the inode's lock over a write, a truncate and an
+//! fsync until we have answered, so there is at most one of them per file.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use limb_common::assignment::{Durability, SetNumber};
+use limb_common::clock;
+use limb_common::task::{self, Task};
+use nix::errno::Errno;
+
+use super::budget::Budget;
+use super::content::{Missing, MissingFrom, Piece};
+use super::outbox::Outbox;
+use super::tree::{Attributes, SetAttributes, Tree, TreeSettings};
+pub use super::tree::{Change, ChangeKind};
+use crate::fetch::{ChunkAddress, ChunkSource, FetchError, Priority};
+
+/// How often pauses of writers are looked for; a quarter of the pause that counts.
+const SETTLE_EVERY: Duration = Duration::from_millis(50);
+
+pub struct OutputSettings {
+    pub tree: TreeSettings,
+    pub durability: Durability,
+    /// Addresses the lower set in `source`.
+    pub lower_set: Option<SetNumber>,
+    pub source: Arc<dyn ChunkSource>,
+    /// Ends every wait with EIO: given to the mount session too.
+    pub stop: tokio_util::sync::CancellationToken,
+}
+
+impl std::fmt::Debug for OutputSettings {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("OutputSettings").field("tree", &self.tree).finish_non_exhaustive()
+    }
+}
+
+pub struct Output {
+    tree: Mutex<Tree>,
+    durability: Durability,
+    lower_set: Option<SetNumber>,
+    source: Arc<dyn ChunkSource>,
+    outbox: Option<Arc<Outbox>>,
+    stop: tokio_util::sync::CancellationToken,
+}
+
+impl std::fmt::Debug for Output {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Output").field("durability", &self.durability).finish_non_exhaustive()
+    }
+}
+
+/// Keeps an output's pauses noticed. Dropping it stops that.
+#[derive(Debug)]
+#[must_use = "without it idle chunks are not sent"]
+pub struct Settling(#[expect(dead_code, reason = "held for its Drop")] Task<()>);
+
+impl Output {
+    #[must_use]
+    pub fn new(settings: OutputSettings) -> Arc<Self> {
+        let OutputSettings { tree, durability, lower_set, source, stop } = settings;
+        let outbox = tree.outbox.clone();
+        let tree = Mutex::new(Tree::new(tree, now_ns()));
+        Arc::new(Self { tree, durability, lower_set, source, outbox, stop })
+    }
+
+    /// Starts the task that seals what writers leave alone. Call it inside a runtime.
+    pub fn start(self: &Arc<Self>) -> Settling {
+        let this = Arc::clone(self);
+        Settling(task::spawn("results-settle", async move {
+            loop {
+                tokio::time::sleep(SETTLE_EVERY).await;
+                this.tree().settle();
+            }
+        }))
+    }
+
+    /// The tree, with the time told.
+    pub fn tree(&self) -> MutexGuard<'_, Tree> {
+        let mut tree = self.tree.lock().unwrap_or_else(PoisonError::into_inner);
+        tree.tick(now_ns(), clock::boottime().since_boot());
+        tree
+    }
+
+    #[must_use]
+    pub fn durability(&self) -> Durability {
+        self.durability
+    }
+
+    #[must_use]
+    pub fn stop(&self) -> &tokio_util::sync::CancellationToken {
+        &self.stop
+    }
+
+    fn budget(&self) -> Option<&Arc<Budget>> {
+        self.outbox.as_ref().map(|outbox| outbox.budget())
+    }
+
+    /// Writes if that needs no waiting; `None`: call [`Self::write`].
+    pub fn write_now(&self, inode: u64, offset: u64, data: &[u8]) -> Option<Result<(), Errno>> {
+        if self.budget().is_some_and(|budget| budget.is_over()) {
+            return None;
+        }
+        let mut tree = self.tree();
+        match tree.missing_for_write(inode, offset, data.len()) {
+            Ok(missing) if missing.is_empty() => Some(tree.write(inode, offset, data)),
+            Ok(_) => None,
+            Err(error) => Some(Err(error)),
+        }
+    }
+
+    /// Writes, after what it needs has come and the budget has room.
+    ///
+    /// # Errors
+    /// The errno that the writer gets.
+    pub async fn write(&self, inode: u64, offset: u64, data: &[u8]) -> Result<(), Errno> {
+        if let Some(budget) = self.budget()
+            && budget.is_over()
+        {
+            self.tree().seal_everything();
+            self.unless_stopped(budget.room()).await?;
+        }
+        loop {
+            let missing = {
+                let mut tree = self.tree();
+                let missing = tree.missing_for_write(inode, offset, data.len())?;
+                if missing.is_empty() {
+                    return tree.write(inode, offset, data);
+                }
+                missing
+            };
+            self.load(inode, missing).await?;
+        }
+    }
+
+    /// Sets the size if that needs no waiting.
+    pub fn resize_now(&self, inode: u64, size: u64) -> Option<Result<(), Errno>> {
+        let mut tree = self.tree();
+        match tree.missing_for_resize(inode, size) {
+            Ok(missing) if missing.is_empty() => Some(tree.resize(inode, size)),
+            Ok(_) => None,
+            Err(error) => Some(Err(error)),
+        }
+    }
+
+    /// ftruncate and truncate.
+    ///
+    /// # Errors
+    /// As [`Self::write`].
+    pub async fn resize(&self, inode: u64, size: u64) -> Result<(), Errno> {
+        loop {
+            let missing = {
+                let mut tree = self.tree();
+                let missing = tree.missing_for_resize(inode, size)?;
+                if missing.is_empty() {
+                    return tree.resize(inode, size);
+                }
+                missing
+            };
+            self.load(inode, missing).await?;
+        }
+    }
+
+    /// setattr as FUSE sends it: size and attributes at once.
+    ///
+    /// # Errors
+    /// As [`Self::write`].
+    pub async fn set(&self, inode: u64, size: Option<u64>, set: SetAttributes) -> Result<Attributes, Errno> {
+        if let Some(size) = size {
+            self.resize(inode, size).await?;
+        }
+        self.tree().set_attributes(inode, set)
+    }
+
+    /// fallocate; only mode 0, which is a size.
+    ///
+    /// # Errors
+    /// EOPNOTSUPP for other modes; as [`Self::write`].
+    pub async fn allocate(&self, inode: u64, offset: u64, len: u64, mode: i32) -> Result<(), Errno> {
+        let (size, old) = {
+            let tree = self.tree();
+            (tree.allocate_size(inode, offset, len, mode)?, tree.attributes(inode)?.size)
+        };
+        if size > old { self.resize(inode, size).await } else { Ok(()) }
+    }
+
+    /// Reads if everything is in memory.
+    pub fn read_now(&self, inode: u64, offset: u64, len: usize) -> Option<Result<Vec<u8>, Errno>> {
+        let pieces = match self.tree().read(inode, offset, len) {
+            Ok(pieces) => pieces,
+            Err(error) => return Some(Err(error)),
+        };
+        if pieces.iter().any(|piece| matches!(piece, Piece::Missing { .. })) {
+            return None;
+        }
+        Some(Ok(pieces.iter().fold(Vec::with_capacity(len), |mut out, piece| {
+            match piece {
+                Piece::Zeros(count) => out.resize(out.len() + count, 0),
+                Piece::Bytes(bytes) => out.extend_from_slice(bytes),
+                Piece::Missing { .. } => {}
+            }
+            out
+        })))
+    }
+
+    /// Reads; exactly what was asked for except at the end of the file.
+    ///
+    /// # Errors
+    /// EIO when home cannot give back what it has.
+    pub async fn read(&self, inode: u64, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
+        let pieces = self.tree().read(inode, offset, len)?;
+        let mut out = Vec::with_capacity(len);
+        for piece in pieces {
+            match piece {
+                Piece::Zeros(count) => out.resize(out.len() + count, 0),
+                Piece::Bytes(bytes) => out.extend_from_slice(&bytes),
+                Piece::Missing { missing, start, len } => {
+                    let bytes = self.fetch(inode, &missing).await?;
+                    let end = bytes.len().min(start + len);
+                    out.extend_from_slice(bytes.get(start..end).unwrap_or_default());
+                    let zeros = start + len - end.max(start);
+                    out.resize(out.len() + zeros, 0);
+                }
+            }
+        }
+        Ok(out)
+    }
+
+    async fn load(&self, inode: u64, missing: Vec<Missing>) -> Result<(), Errno> {
+        for one in missing {
+            let bytes = self.fetch(inode, &one).await?;
+            self.tree().install(inode, &one, bytes);
+        }
+        Ok(())
+    }
+
+    async fn fetch(&self, inode: u64, missing: &Missing) -> Result<Bytes, Errno> {
+        let (address, id) = match &missing.from {
+            MissingFrom::Lower { inode, id } => {
+                let set = self.lower_set.ok_or(Errno::EIO)?;
+                (ChunkAddress::Set { set, inode: *inode, index: missing.index }, *id)
+            }
+            MissingFrom::Home(chunk) => {
+                let key = chunk.key;
+                let address = ChunkAddress::Result { output: key.output, file: key.file, index: key.index };
+                (address, chunk.id().ok_or(Errno::EIO)?)
+            }
+        };
+        let first = self.unless_stopped(self.source.fetch(address, id, Priority::Demand)).await?;
+        let answer = match (first, address) {
+            // A later life of the file took over the chunk as it is.
+            (Err(FetchError::NotFound), ChunkAddress::Result { output, file, index }) => {
+                let later = self.tree().newest_file(inode).filter(|newest| *newest != file);
+                let file = later.ok_or(Errno::EIO)?;
+                let address = ChunkAddress::Result { output, file, index };
+                self.unless_stopped(self.source.fetch(address, id, Priority::Demand)).await?
+            }
+            (answer, _) => answer,
+        };
+        answer.map(|chunk| chunk.bytes().clone()).map_err(|error| {
+            tracing::warn!(%error, ?address, "a chunk of results could not be read back");
+            Errno::EIO
+        })
+    }
+
+    async fn unless_stopped<T>(&self, future: impl Future<Output = T>) -> Result<T, Errno> {
+        tokio::select! {
+            value = future => Ok(value),
+            () = self.stop.cancelled() => Err(Errno::EIO),
+        }
+    }
+
+    /// fsync: returns when home has the file as it is now.
+    ///
+    /// # Errors
+    /// EIO when the agent ends first; what home refused, by its own errno.
+    pub async fn sync(&self, inode: u64) -> Result<(), Errno> {
+        let seq = self.tree().sync(inode)?;
+        self.wait(seq).await?;
+        self.sticky(inode)
+    }
+
+    /// close, before the descriptor is gone. Waits for home only if `publish` is set: the caller
+    /// has made sure that it is the opener itself who closes.
+    ///
+    /// # Errors
+    /// As [`Self::sync`].
+    pub async fn flush(&self, inode: u64, publish: bool) -> Result<(), Errno> {
+        if publish && self.durability == Durability::Close {
+            return self.sync(inode).await;
+        }
+        self.sticky(inode)
+    }
+
+    /// Earlier errors of the file.
+    ///
+    /// # Errors
+    /// What home refused.
+    pub fn sticky(&self, inode: u64) -> Result<(), Errno> {
+        self.tree().error_of(inode).map_or(Ok(()), Err)
+    }
+
+    /// fsync of a directory: everything that was done in this output so far.
+    ///
+    /// # Errors
+    /// As [`Self::sync`].
+    pub async fn sync_directory(&self, inode: u64) -> Result<(), Errno> {
+        let seq = self.tree().last_seq();
+        self.wait(seq).await?;
+        self.sticky(inode)
+    }
+
+    async fn wait(&self, seq: u64) -> Result<(), Errno> {
+        match (&self.outbox, self.durability) {
+            (Some(outbox), Durability::Fsync | Durability::Close) => {
+                self.unless_stopped(outbox.wait_durable(seq)).await?
+            }
+            (None, _) | (_, Durability::None) => Ok(()),
+        }
+    }
+
+    /// The kill fence: what is released from now on and was not whole before stays private.
+    pub fn fence(&self) {
+        self.tree().fence();
+    }
+
+    /// After the job's end, before the drain: what is still open ends as a partial file.
+    pub fn abandon_open(&self) {
+        let mut tree = self.tree();
+        tree.fence();
+        tree.abandon_open();
+    }
+
+    /// What differs from the lower set.
+    #[must_use]
+    pub fn changes(&self) -> Vec<Change> {
+        self.tree().changes()
+    }
+}
+
+fn now_ns() -> i64 {
+    i64::try_from(clock::unix_ms()).unwrap_or(i64::MAX / 1_000_000).saturating_mul(1_000_000)
+}

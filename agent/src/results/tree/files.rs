@@ -1,0 +1,234 @@
+//! Calls on the bytes of files: open, read, write, truncate, sync, release.
+
+use bytes::Bytes;
+use nix::errno::Errno;
+
+use super::{Handle, MAX_FILE_BYTES, OpenMode, Tree};
+use crate::results::content::{Missing, Piece};
+use crate::results::namespace::Kind;
+use crate::results::outbox::PublishKind;
+
+impl Tree {
+    /// Opens a file that exists. Truncating needs no old bytes, so this never waits.
+    pub fn open(&mut self, inode: u64, mode: OpenMode) -> Result<u64, Errno> {
+        self.names.file(inode)?;
+        if mode.truncate {
+            self.truncate_to_nothing(inode)?;
+        }
+        let file = self.names.file_mut(inode)?;
+        file.opens += 1;
+        if mode.write {
+            file.writers += 1;
+            if !mode.append {
+                file.appending = false;
+            }
+        }
+        self.next_handle += 1;
+        self.handles.insert(self.next_handle, Handle { inode, mode });
+        Ok(self.next_handle)
+    }
+
+    fn truncate_to_nothing(&mut self, inode: u64) -> Result<(), Errno> {
+        let unchanged = self.names.file(inode)?.content.size == 0;
+        if unchanged {
+            return Ok(());
+        }
+        self.begin(inode, true);
+        self.apply_size(inode, 0)
+    }
+
+    /// What must be fetched before [`Self::resize`] to this size.
+    pub(crate) fn missing_for_resize(&self, inode: u64, size: u64) -> Result<Vec<Missing>, Errno> {
+        Ok(self.names.file(inode)?.content.missing_for_resize(size))
+    }
+
+    pub(crate) fn missing_for_write(
+        &self,
+        inode: u64,
+        offset: u64,
+        len: usize,
+    ) -> Result<Vec<Missing>, Errno> {
+        Ok(self.names.file(inode)?.content.missing_for_write(offset, len))
+    }
+
+    pub(crate) fn install(&mut self, inode: u64, missing: &Missing, bytes: Bytes) {
+        if let Ok(file) = self.names.file_mut(inode) {
+            file.content.install(missing, bytes);
+        }
+    }
+
+    /// ftruncate; nothing is missing. Truncating a file that nobody has open for writing
+    /// (truncate(2)) publishes at once: no release will follow.
+    pub(crate) fn resize(&mut self, inode: u64, size: u64) -> Result<(), Errno> {
+        if size > MAX_FILE_BYTES {
+            return Err(Errno::EFBIG);
+        }
+        let file = self.names.file(inode)?;
+        let (old, writers) = (file.content.size, file.writers);
+        self.check_growth(size.saturating_sub(old))?;
+        if size != old {
+            self.begin(inode, size == 0);
+            self.apply_size(inode, size)?;
+        }
+        if writers == 0 {
+            self.end_life(inode);
+        }
+        Ok(())
+    }
+
+    fn apply_size(&mut self, inode: u64, size: u64) -> Result<(), Errno> {
+        let budget = std::sync::Arc::clone(&self.budget);
+        let file = self.names.file_mut(inode)?;
+        let old = file.content.size;
+        file.content.resize(size, &budget);
+        self.account(old, size);
+        self.changed(inode)
+    }
+
+    fn account(&mut self, old: u64, new: u64) {
+        self.used_bytes = self.used_bytes.saturating_sub(old).saturating_add(new);
+    }
+
+    /// Notes that the bytes are other than what home has.
+    fn changed(&mut self, inode: u64) -> Result<(), Errno> {
+        let (now, now_ns) = (self.now, self.now_ns);
+        let node = self.names.node_mut(inode)?;
+        node.mtime_ns = now_ns;
+        node.ctime_ns = now_ns;
+        node.touched = true;
+        node.mode &= 0o1777;
+        if let Kind::File(file) = &mut node.kind {
+            file.changed = true;
+            file.last_write = now;
+        }
+        self.unsettled.insert(inode);
+        Ok(())
+    }
+
+    /// Writes; nothing is missing and there is room in the budget.
+    pub(crate) fn write(&mut self, inode: u64, offset: u64, data: &[u8]) -> Result<(), Errno> {
+        let end = offset.checked_add(data.len() as u64).filter(|end| *end <= MAX_FILE_BYTES);
+        let end = end.ok_or(Errno::EFBIG)?;
+        let old = self.names.file(inode)?.content.size;
+        self.check_growth(end.saturating_sub(old))?;
+        if data.is_empty() {
+            return Ok(());
+        }
+        self.begin(inode, false);
+        let budget = std::sync::Arc::clone(&self.budget);
+        let output = self.settings.output;
+        let file = self.names.file_mut(inode)?;
+        let passed = file.content.write(offset, data, &budget);
+        let new = file.content.size;
+        if let Some(outbox) = self.settings.outbox.clone() {
+            for index in passed {
+                if let Some(chunk) = file.content.seal(output, index) {
+                    outbox.push_chunk(&chunk);
+                }
+            }
+        }
+        self.account(old, new);
+        self.changed(inode)
+    }
+
+    pub(crate) fn read(&self, inode: u64, offset: u64, len: usize) -> Result<Vec<Piece>, Errno> {
+        Ok(self.names.file(inode)?.content.read(offset, len))
+    }
+
+    /// Mode 0: the file is at least this long afterwards. Space is a promise of the quota only.
+    pub(crate) fn allocate_size(&self, inode: u64, offset: u64, len: u64, mode: i32) -> Result<u64, Errno> {
+        if mode != 0 {
+            return Err(Errno::EOPNOTSUPP);
+        }
+        let end = offset.checked_add(len).ok_or(Errno::EFBIG)?;
+        Ok(self.names.file(inode)?.content.size.max(end))
+    }
+
+    /// Publishes what fsync promises. Returns the seq to wait for.
+    pub fn sync(&mut self, inode: u64) -> Result<u64, Errno> {
+        let file = self.names.file(inode)?;
+        let unpublished = file.changed || !file.at_home;
+        if unpublished && self.names.path(inode).is_some() {
+            let kind = if self.grows(inode) { PublishKind::Grown } else { PublishKind::Snapshot };
+            self.publish(inode, kind);
+        }
+        Ok(self.last_seq_of(inode))
+    }
+
+    /// A sticky error of the file.
+    #[must_use]
+    pub fn error_of(&self, inode: u64) -> Option<Errno> {
+        self.settings.outbox.as_ref()?.error_of(self.settings.output, inode)
+    }
+
+    /// The file's newest id at home: the one that goes on, else the last finished one.
+    pub(crate) fn newest_file(&self, inode: u64) -> Option<u64> {
+        let content = &self.names.file(inode).ok()?.content;
+        content.upload.as_ref().map(|upload| upload.file).or(content.finished)
+    }
+
+    /// The inode behind a handle.
+    pub fn inode_of(&self, handle: u64) -> Result<u64, Errno> {
+        self.handles.get(&handle).map(|handle| handle.inode).ok_or(Errno::EBADF)
+    }
+
+    /// Whether the handle may write.
+    #[must_use]
+    pub fn is_writer(&self, handle: u64) -> bool {
+        self.handles.get(&handle).is_some_and(|handle| handle.mode.write)
+    }
+
+    /// The last descriptor of a handle was closed.
+    pub fn release(&mut self, handle: u64) -> Result<(), Errno> {
+        let Handle { inode, mode } = self.handles.remove(&handle).ok_or(Errno::EBADF)?;
+        let file = self.names.file_mut(inode)?;
+        file.opens = file.opens.saturating_sub(1);
+        if mode.write {
+            file.writers = file.writers.saturating_sub(1);
+        }
+        let last_writer = mode.write && file.writers == 0;
+        if file.writers == 0 {
+            file.appending = true;
+        }
+        if last_writer && self.names.path(inode).is_some() {
+            self.end_life(inode);
+        }
+        self.collect(inode);
+        Ok(())
+    }
+
+    /// The last writer has gone: the file's life at home ends with a final publish; after the
+    /// fence, with a partial file, unless it only ever grew or was published as it is.
+    pub(super) fn end_life(&mut self, inode: u64) {
+        let Ok(file) = self.names.file(inode) else { return };
+        if file.content.upload.is_none() {
+            return;
+        }
+        let Some(path) = self.names.path(inode) else {
+            self.abandon(inode, false, b"unlinked".to_vec());
+            return;
+        };
+        let whole = !file.changed && file.at_home;
+        if self.fenced && !whole && !self.grows(inode) {
+            self.abandon(inode, true, path);
+        } else {
+            self.publish(inode, PublishKind::Final);
+        }
+    }
+
+    /// Forgets a file that has neither name nor handle.
+    pub(super) fn collect(&mut self, inode: u64) {
+        let unlinked = self.names.node(inode).is_ok_and(|node| node.names.is_empty());
+        let closed = self.names.file(inode).is_ok_and(|file| file.opens == 0);
+        if unlinked && closed {
+            self.abandon(inode, false, b"unlinked".to_vec());
+        }
+        if let Some(node) = self.names.collect(inode) {
+            self.unsettled.remove(&inode);
+            self.used_inodes = self.used_inodes.saturating_sub(1);
+            if let Kind::File(file) = &node.kind {
+                self.used_bytes = self.used_bytes.saturating_sub(file.content.size);
+            }
+        }
+    }
+}
