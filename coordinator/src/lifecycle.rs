@@ -29,6 +29,7 @@ mod teardown;
 mod tests;
 
 use std::collections::HashMap;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -142,7 +143,7 @@ impl Lifecycle {
     /// A run exists from here on; its secrets are kept before it is.
     ///
     /// # Errors
-    /// The ledger's, or that an output's destination is in use.
+    /// The ledger's, or the disk's.
     pub async fn submit(
         self: &Arc<Self>,
         run: RunId,
@@ -153,6 +154,18 @@ impl Lifecycle {
         self.parts.ledger.insert_run(run.clone(), spec).await?;
         self.start_saga(run);
         Ok(())
+    }
+
+    /// The destinations become this run's until it ends.
+    ///
+    /// # Errors
+    /// [`LifecycleError::Outputs`] where another run uses one.
+    pub async fn claim(&self, run: &RunId, dests: Vec<PathBuf>) -> Result<(), LifecycleError> {
+        self.parts
+            .outputs
+            .lock(run, dests)
+            .await
+            .map_err(|source| LifecycleError::Outputs { what: "claimed", source })
     }
 
     /// The one way to stop a run: durable, sticky, level-triggered.

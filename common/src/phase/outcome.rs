@@ -190,6 +190,8 @@ pub enum LimbExit {
     NoCoordinator = 76,
     /// Stopped before the job had started.
     Stopped = 77,
+    /// `limb serve`: another coordinator has this home.
+    AlreadyRunning = 78,
 }
 
 impl LimbExit {
@@ -211,6 +213,7 @@ impl LimbExit {
             Self::TeardownUnconfirmed => "teardown not confirmed: money may be running",
             Self::NoCoordinator => "no coordinator answers",
             Self::Stopped => "stopped before the job started",
+            Self::AlreadyRunning => "another coordinator has this home",
         }
     }
 }

@@ -155,6 +155,7 @@ fn our_codes_do_not_collide_with_what_shells_and_programs_say() {
         LimbExit::TeardownUnconfirmed,
         LimbExit::NoCoordinator,
         LimbExit::Stopped,
+        LimbExit::AlreadyRunning,
     ] {
         assert!((3..126).contains(&exit.code()), "{exit:?}");
     }
