@@ -178,11 +178,11 @@ impl LogBuffer {
         self.changed.subscribe()
     }
 
-    /// Waits until all that was printed so far is home, at most for `within`. The number of bytes
-    /// that are not, which is 0 when all went well.
+    /// Waits until the output has ended and all of it is home, at most for `within`. To be
+    /// called when the job is over. Gives the number of bytes that are not home: 0 is good.
     pub async fn flush(&self, within: Duration) -> u64 {
         let mut changes = self.changes();
-        let all_home = changes.wait_for(|_| self.lock().outstanding() == 0);
+        let all_home = changes.wait_for(|_| self.is_drained());
         let _in_time = tokio::time::timeout(within, all_home).await.is_ok();
         self.lock().outstanding()
     }

@@ -12,7 +12,7 @@ mod ends;
 mod environment;
 #[path = "job/killing.rs"]
 mod killing;
+#[path = "job/over_fuse.rs"]
+mod over_fuse;
 #[path = "job/seen.rs"]
 mod seen;
-#[path = "job/stuck.rs"]
-mod stuck;

@@ -173,6 +173,7 @@ fn as_nobody() {
     mount_points_appear_without_a_trace_on_the_host();
     the_host_is_read_only_and_scratch_is_private();
     changes_of_an_overlaid_workdir_are_listed_and_kept();
+    crate::over_fuse::a_set_on_fuse_is_a_writable_workdir();
     a_virtual_environment_works_in_the_workdir();
 }
 

@@ -154,6 +154,7 @@ async fn tiny_writes_travel_together() {
     for _ in 0..20_000 {
         buffer.append(b".");
     }
+    buffer.finish();
     assert_eq!(buffer.flush(BOUND).await, 0);
     assert_eq!(home.stored.lock().unwrap().len(), 20_000);
     assert!(home.frames.load(Ordering::Relaxed) < 20, "{home:?}");
