@@ -1,4 +1,5 @@
 //! Chunks and manifests over real gRPC on loopback, with cuts, silence and lies.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 #[path = "support/fake_chunks.rs"]
 mod fake_chunks;

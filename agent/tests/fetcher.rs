@@ -1,4 +1,5 @@
 //! The fetcher over a home in memory that misbehaves to order.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 #[path = "support/memory.rs"]
 mod memory;

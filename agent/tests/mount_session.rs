@@ -1,4 +1,5 @@
 //! Mounting and unmounting, with file systems that panic, hang or are mounted over.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 #[path = "support/memory.rs"]
 mod memory;
@@ -178,4 +179,63 @@ fn dropping_a_session_unmounts() {
     assert!(listed(minor));
     drop(mounted);
     assert!(!listed(minor));
+}
+
+/// Run by `a_normal_user_mounts_through_fusermount3`, as that user.
+#[test]
+#[ignore = "needs to be a normal user: another test runs it"]
+fn as_a_normal_user() {
+    assert!(!nix::unistd::geteuid().is_root());
+    let mut set = SetBuilder::new();
+    set.file(set.root(), b"f", noise(1, 3 << 20));
+    set.file(set.root(), b"g", noise(2, 3 << 20));
+    let mounted = Mounted::new(set, 64 << 20);
+    assert!(fs::read(mounted.path("f")).unwrap() == noise(1, 3 << 20));
+    mounted.home.stalled.send_replace(true);
+    let child = Command::new("cat").arg(mounted.path("g")).stdout(Stdio::null()).spawn().unwrap();
+    let mut asked = mounted.home.asked.subscribe();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let inode = mounted.manifest.resolve(b"g").unwrap();
+    runtime.block_on(async {
+        let asks = asked.wait_for(|asked| asked.iter().any(|ask| ask.0 == inode));
+        tokio::time::timeout(Duration::from_secs(20), asks).await.unwrap().unwrap();
+    });
+    mounted.session.abort().unwrap();
+    assert!(!ended_within(child, Duration::from_secs(1)).expect("freed").status.success());
+    let minor = mounted.session.minor();
+    drop(mounted);
+    assert!(!listed(minor));
+    println!("mounted and unmounted as a normal user");
+}
+
+#[test]
+fn a_normal_user_mounts_through_fusermount3() {
+    let name = "a_normal_user_mounts_through_fusermount3";
+    let there = |program: &str| Command::new(program).arg("--version").output().is_ok();
+    if cannot_mount(name) || !["fusermount3", "setpriv", "unshare"].into_iter().all(there) {
+        println!("SKIPPED {name}: needs root, /dev/fuse, fusermount3, setpriv and unshare");
+        return;
+    }
+    // A /dev/fuse for everybody, as udev makes it, seen by nobody but this test.
+    let script = "mknod -m 666 \"$1/fuse\" c 10 229 && mount --bind \"$1/fuse\" /dev/fuse && shift && \
+        exec setpriv --reuid=65534 --regid=65534 --clear-groups -- \"$@\"";
+    let directory = tempfile::tempdir().unwrap();
+    let program = directory.path().join("test");
+    fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    std::os::unix::fs::chown(directory.path(), Some(65534), Some(65534)).unwrap();
+    let child = Command::new("unshare")
+        .args(["--mount", "sh", "-c", script, "sh"])
+        .args([directory.path(), &program])
+        .args(["--ignored", "--exact", "as_a_normal_user", "--nocapture"])
+        .env("TMPDIR", directory.path())
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let output = ended_within(child, Duration::from_secs(60)).expect("ends");
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let complaint = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("mounted and unmounted as a normal user"), "{said}{complaint}");
 }

@@ -1,4 +1,5 @@
 //! The read-only mount, for real: the kernel and ordinary programs are the judges.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 #[path = "support/memory.rs"]
 mod memory;

@@ -117,6 +117,10 @@ impl MemoryHome {
         }
     }
 
+    pub(crate) fn chunks(&self) -> &HashMap<(Inode, u64), Bytes> {
+        &self.chunks
+    }
+
     pub(crate) fn spoil(&self, inode: Inode, index: u64, faults: Vec<Fault>) {
         self.faults.lock().unwrap().insert((inode, index), faults);
     }

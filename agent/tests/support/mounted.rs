@@ -7,7 +7,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use limb_agent::fetch::{FetchError, Fetcher, FetcherLimits};
+use limb_agent::fetch::{ChunkTransport, FetchError, Fetcher, FetcherLimits};
 use limb_agent::mount::read::{Owner, ReadFs, ReadFsOptions};
 use limb_agent::mount::session::{MountOptions, MountSession};
 use limb_common::assignment::SetNumber;
@@ -57,13 +57,26 @@ pub(crate) fn cannot_mount(test: &str) -> bool {
 
 impl Mounted {
     pub(crate) fn new(set: SetBuilder, cache_bytes: u64) -> Self {
+        Self::over(set, cache_bytes, |home| Arc::new(home.clone()))
+    }
+
+    /// With a transport of the test's own, made within the runtime that will drive it.
+    pub(crate) fn over(
+        set: SetBuilder,
+        cache_bytes: u64,
+        transport: impl FnOnce(&Home) -> Arc<dyn ChunkTransport>,
+    ) -> Self {
         let (manifest, order, home) = set.finish();
         let home = Home(Arc::new(home));
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         let stop = CancellationToken::new();
         let limits = FetcherLimits::with_cache(cache_bytes);
-        let fetcher = Fetcher::new(Arc::new(home.clone()), limits, runtime.handle().clone(), &stop);
+        let transport = {
+            let _runtime = runtime.enter();
+            transport(&home)
+        };
+        let fetcher = Fetcher::new(transport, limits, runtime.handle().clone(), &stop);
         let problems: Arc<Mutex<Vec<(PathBuf, FetchError)>>> = Arc::default();
         let seen = Arc::clone(&problems);
         let fs = ReadFs::new(ReadFsOptions {

@@ -49,7 +49,6 @@ fn mount_through_helper(path: &Path, name: &str, read_only: bool) -> Result<Owne
     let access = if read_only { "ro" } else { "rw" };
     let options =
         format!("fsname=limb-{name},subtype=limb,nosuid,nodev,noatime,default_permissions,{access}");
-    let mut last = "no such program".to_owned();
     for helper in HELPERS {
         let (theirs, ours) = UnixStream::pair().map_err(|error| failed(error.to_string()))?;
         let passed = theirs.as_raw_fd();
@@ -74,12 +73,9 @@ fn mount_through_helper(path: &Path, name: &str, read_only: bool) -> Result<Owne
         let received = receive_device(&ours);
         drop(ours);
         let output = child.wait_with_output().map_err(|error| failed(error.to_string()))?;
-        match received {
-            Some(device) => return Ok(device),
-            None => last = String::from_utf8_lossy(&output.stderr).trim().to_owned(),
-        }
+        return received.ok_or_else(|| failed(String::from_utf8_lossy(&output.stderr).trim().to_owned()));
     }
-    Err(failed(last))
+    Err(failed("no such program".to_owned()))
 }
 
 fn receive_device(socket: &UnixStream) -> Option<OwnedFd> {
