@@ -30,6 +30,18 @@ const IO_PAUSE: Duration = Duration::from_millis(200);
 /// Hints that may wait for room; more are dropped, they cost a demand fetch later.
 const MAX_WAITING: usize = 1024;
 
+/// Less could not hold what is read ahead for a few streams.
+const LEAST_CACHE_BYTES: u64 = 64 << 20;
+/// More gains nothing over the page cache.
+const MOST_CACHE_BYTES: u64 = 16 << 30;
+
+/// `MemAvailable` of /proc/meminfo.
+fn available_bytes(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kilobytes.checked_mul(1024)
+}
+
 /// How much memory fetching may use.
 #[derive(Clone, Copy, Debug)]
 pub struct FetcherLimits {
@@ -44,6 +56,17 @@ impl FetcherLimits {
     #[must_use]
     pub const fn with_cache(cache_bytes: u64) -> Self {
         Self { cache_bytes, in_flight_bytes: 32 << 20 }
+    }
+
+    /// A quarter of the memory that is available now: the kernel's page cache of the mount is
+    /// the first cache, and the job needs the rest.
+    #[must_use]
+    pub fn for_this_machine() -> Self {
+        let available = std::fs::read_to_string("/proc/meminfo")
+            .ok()
+            .and_then(|text| available_bytes(&text))
+            .unwrap_or(4 * LEAST_CACHE_BYTES);
+        Self::with_cache((available / 4).clamp(LEAST_CACHE_BYTES, MOST_CACHE_BYTES))
     }
 }
 
@@ -365,4 +388,17 @@ impl Inner {
 
 fn now() -> Duration {
     clock::boottime().since_boot()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn available_memory_is_read_as_the_kernel_writes_it() {
+        let text = "MemTotal:       24597340 kB\nMemFree:  1 kB\nMemAvailable:   23456789 kB\n";
+        assert_eq!(available_bytes(text), Some(23_456_789 * 1024));
+        assert_eq!(available_bytes("MemTotal: 5 kB\n"), None);
+        assert!(FetcherLimits::for_this_machine().cache_bytes >= LEAST_CACHE_BYTES);
+    }
 }

@@ -20,7 +20,7 @@ use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use fuser::{Config, Filesystem, Notifier, Session, SessionACL};
@@ -45,7 +45,7 @@ pub struct MountOptions {
     pub read_only: bool,
     /// Shown in the mount table as `limb-NAME` and in the log: letters, digits, `-`, `_`, `.`.
     pub name: String,
-    /// Cancelled by [`MountSession::abort`] before anything else. The file system must answer
+    /// Cancelled by [`AbortHandle::abort`]. The file system must answer
     /// every waiting request with an error when it fires: where the kernel's abort cannot be
     /// reached (no root, no fusectl) this is what frees a blocked job.
     pub stop: CancellationToken,
@@ -93,14 +93,40 @@ pub enum MountError {
     },
 }
 
+/// Aborts one mount's connection.
+#[derive(Clone, Debug)]
+pub struct AbortHandle {
+    /// The connection's own file under fusectl, opened when the mount was made.
+    kernel: Option<Arc<File>>,
+    stop: CancellationToken,
+}
+
+impl AbortHandle {
+    /// Fails every request that waits and every later one. One write(2) and no allocation where
+    /// fusectl is there; safe to call more than once, from any thread, after the unmount too
+    /// (the kernel never gives the file another connection).
+    ///
+    /// # Errors
+    /// When the kernel refused the write. Without fusectl the stop token alone is what frees
+    /// waiting requests, and that is no error.
+    pub fn abort(&self) -> io::Result<()> {
+        let outcome = self.kernel.as_deref().map_or(Ok(()), |mut file| file.write_all(b"1"));
+        self.stop.cancel();
+        match outcome {
+            // The connection is gone already.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOTCONN | libc::ENOENT)) => Ok(()),
+            outcome => outcome,
+        }
+    }
+}
+
 /// A live mount. Dropping it unmounts.
 #[derive(Debug)]
 pub struct MountSession {
     path: PathBuf,
     name: String,
     minor: u32,
-    abort: Option<File>,
-    stop: CancellationToken,
+    abort: AbortHandle,
     notifier: Notifier,
     /// Closes when the session's threads have ended.
     ended: Mutex<Receiver<()>>,
@@ -129,11 +155,13 @@ impl MountSession {
             device::detach(&path, root);
             return Err(MountError::NotListed { path });
         };
-        let abort = control::open_abort(minor, root)
+        let kernel = control::open_abort(minor, root)
             .inspect_err(|error| {
                 tracing::warn!(mount = name, %error, "fusectl is out of reach: a stuck request can only be freed from inside the file system");
             })
-            .ok();
+            .ok()
+            .map(Arc::new);
+        let abort = AbortHandle { kernel, stop };
         let started = start(fs, device, &name, root);
         let (notifier, ended) = started.map_err(|source| {
             device::detach(&path, root);
@@ -144,7 +172,7 @@ impl MountSession {
         }
         tracing::info!(mount = name, path = %path.display(), minor, "mounted");
         let (ended, over) = (Mutex::new(ended), AtomicBool::new(false));
-        Ok(Self { path, name, minor, abort, stop, notifier, ended, over })
+        Ok(Self { path, name, minor, abort, notifier, ended, over })
     }
 
     #[must_use]
@@ -165,21 +193,18 @@ impl MountSession {
         self.notifier.clone()
     }
 
-    /// Fails every request that waits and every later one. Needs no other thread and allocates
-    /// nothing where fusectl is there; safe to call more than once and from anywhere.
+    /// For whoever must be able to abort without the session at hand, such as the leash.
+    #[must_use]
+    pub fn abort_handle(&self) -> AbortHandle {
+        self.abort.clone()
+    }
+
+    /// See [`AbortHandle::abort`].
     ///
     /// # Errors
-    /// [`MountError::Abort`] when the kernel refused the write. Without fusectl the stop token
-    /// alone is what frees waiting requests, and that is no error.
+    /// [`MountError::Abort`].
     pub fn abort(&self) -> Result<(), MountError> {
-        self.stop.cancel();
-        let Some(mut file) = self.abort.as_ref() else { return Ok(()) };
-        match file.write_all(b"1") {
-            Ok(()) => Ok(()),
-            // The connection is gone already.
-            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOTCONN | libc::ENOENT)) => Ok(()),
-            Err(source) => Err(MountError::Abort { path: self.path.clone(), source }),
-        }
+        self.abort.abort().map_err(|source| MountError::Abort { path: self.path.clone(), source })
     }
 
     /// Takes the mount out of the tree: a healthy file system first gets [`DETACH_GRACE`] to

@@ -15,6 +15,10 @@ use tokio_stream::Stream;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::{Request, Response, Status, Streaming};
 
+/// Set, inode, index.
+type Key = (u32, u64, u64);
+type Failure = (v1::fetch_failure::Kind, String);
+
 /// What the next stream does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mood {
@@ -29,13 +33,13 @@ pub(crate) enum Mood {
 
 #[derive(Default)]
 pub(crate) struct State {
-    pub(crate) chunks: HashMap<(u32, u64, u64), Bytes>,
+    pub(crate) chunks: HashMap<Key, Bytes>,
     /// One for each stream that is opened; then `Serve`.
     pub(crate) moods: Mutex<VecDeque<Mood>>,
     /// Every request of every stream: (stream, request).
     pub(crate) requests: watch::Sender<Vec<(usize, v1::FetchRequest)>>,
     pub(crate) streams: Mutex<usize>,
-    pub(crate) failures: Mutex<HashMap<(u32, u64, u64), (v1::fetch_failure::Kind, String)>>,
+    pub(crate) failures: Mutex<HashMap<Key, Failure>>,
     /// Pieces of each answer to the manifest's question, from the front; then the last for ever.
     pub(crate) manifests: Mutex<VecDeque<Result<Vec<Bytes>, Status>>>,
 }
@@ -111,7 +115,7 @@ async fn serve(
     }
 }
 
-fn answer(state: &State, key: (u32, u64, u64), id: u64, mood: Mood) -> Vec<v1::FetchPiece> {
+fn answer(state: &State, key: Key, id: u64, mood: Mood) -> Vec<v1::FetchPiece> {
     let failure = state.failures.lock().unwrap().get(&key).cloned();
     let failed = |kind: v1::fetch_failure::Kind, detail: String| {
         let body = v1::fetch_piece::Body::Failure(v1::FetchFailure { kind: kind.into(), detail });

@@ -1,5 +1,6 @@
 //! A set mounted for real, and programs that are run on it with a bound.
 #![allow(dead_code, reason = "each test program uses a part of it")]
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "a test that is skipped says so")]
 
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};

@@ -45,7 +45,7 @@ struct FileStreams {
 #[derive(Debug)]
 struct Stream {
     serial: u64,
-    /// Where its latest contiguous run began.
+    /// Where its contiguous run began; 0: not known any more (no read ends there).
     start: u64,
     /// The byte after the furthest that was read.
     next: u64,
@@ -132,11 +132,12 @@ impl FileStreams {
         self.strays += 1;
         if self.strays >= 2 {
             self.strays = 0;
-            for stream in &mut self.streams {
+            for stream in self.streams.iter_mut().filter(|stream| stream.window_chunks > 0) {
                 stream.window_chunks /= 2;
                 if stream.window_chunks < FIRST_WINDOW_CHUNKS {
                     stream.window_chunks = 0;
-                    stream.start = stream.next;
+                    // It is to be proven anew, by what follows it only.
+                    stream.start = 0;
                 }
             }
         }
