@@ -340,9 +340,9 @@ pub(super) fn open_in(directory: impl AsFd, name: &[u8], flags: OFlag) -> Result
 
 /// Opens a directory below `root` without following anything.
 pub(super) fn open_beneath(root: impl AsFd, path: &[u8]) -> Result<OwnedFd, Errno> {
-    let how = OpenHow::new()
-        .flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
-        .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+    let how = OpenHow::new().flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC).resolve(
+        ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_MAGICLINKS,
+    );
     openat2(root, if path.is_empty() { b".".as_slice() } else { path }, how)
 }
 

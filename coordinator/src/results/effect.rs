@@ -62,24 +62,77 @@ impl After {
 pub(super) enum Effect {
     /// Applied without touching anything.
     Nothing,
-    Refused { errno: i32, detail: String },
+    Refused {
+        errno: i32,
+        detail: String,
+    },
     /// The part exists.
-    Created { file: u64, path: Vec<u8> },
+    Created {
+        file: u64,
+        path: Vec<u8>,
+    },
     /// `.limb/SOURCE` takes the name.
-    Place { source: Vec<u8>, path: Vec<u8>, what: Written, after: After },
+    Place {
+        source: Vec<u8>,
+        path: Vec<u8>,
+        what: Written,
+        after: After,
+    },
     /// It has the name already; only what is known of it changes.
-    Settle { path: Vec<u8>, what: Written, after: After },
+    Settle {
+        path: Vec<u8>,
+        what: Written,
+        after: After,
+    },
     /// Bytes from..what.size of the part are appended to the visible file.
-    Grow { part: Vec<u8>, path: Vec<u8>, from: u64, what: Written, after: After },
-    Rename { from: Vec<u8>, to: Vec<u8>, ident: Ident, directory: bool, no_replace: bool },
-    Remove { path: Vec<u8>, ident: Ident, directory: bool },
-    Link { existing: Vec<u8>, path: Vec<u8>, ident: Ident },
-    Attributes { path: Vec<u8>, ident: Ident, mode: Option<u32>, mtime_ns: Option<i64> },
-    Xattr { path: Vec<u8>, ident: Ident, name: Vec<u8>, value: Option<Vec<u8>> },
+    Grow {
+        part: Vec<u8>,
+        path: Vec<u8>,
+        from: u64,
+        what: Written,
+        after: After,
+    },
+    Rename {
+        from: Vec<u8>,
+        to: Vec<u8>,
+        ident: Ident,
+        directory: bool,
+        no_replace: bool,
+    },
+    Remove {
+        path: Vec<u8>,
+        ident: Ident,
+        directory: bool,
+    },
+    Link {
+        existing: Vec<u8>,
+        path: Vec<u8>,
+        ident: Ident,
+    },
+    Attributes {
+        path: Vec<u8>,
+        ident: Ident,
+        mode: Option<u32>,
+        mtime_ns: Option<i64>,
+    },
+    Xattr {
+        path: Vec<u8>,
+        ident: Ident,
+        name: Vec<u8>,
+        value: Option<Vec<u8>>,
+    },
     /// The part (or, where it was published in place, the visible file) is kept under this name.
-    Partial { file: u64, source: Where, path: Vec<u8>, ident: Ident },
+    Partial {
+        file: u64,
+        source: Where,
+        path: Vec<u8>,
+        ident: Ident,
+    },
     /// The part goes.
-    Drop { file: u64, part: Vec<u8> },
+    Drop {
+        file: u64,
+        part: Vec<u8>,
+    },
 }
 
 /// Where a file's bytes lie.

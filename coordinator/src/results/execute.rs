@@ -169,7 +169,12 @@ impl Executor<'_> {
     }
 
     /// The directory that holds `path`, and the name in it.
-    fn parent(&mut self, output: &Output, path: &[u8], make: bool) -> Result<(Arc<OwnedFd>, ResultPath), Refused> {
+    fn parent(
+        &mut self,
+        output: &Output,
+        path: &[u8],
+        make: bool,
+    ) -> Result<(Arc<OwnedFd>, ResultPath), Refused> {
         let path = ResultPath::parse(path)?;
         let root = output.root.as_fd();
         let fd = self.directories.open(self.disk, output.number, root, path.parent(), make)?;
@@ -185,7 +190,8 @@ impl Executor<'_> {
             return Ok(());
         }
         let (parent, parsed) = self.parent(output, path, true)?;
-        if what.kind == Kind::Directory && look(&parent, parsed.name())?.is_some_and(|seen| seen.kind == Kind::Directory)
+        if what.kind == Kind::Directory
+            && look(&parent, parsed.name())?.is_some_and(|seen| seen.kind == Kind::Directory)
         {
             // A directory that is there already is shared.
             self.disk.remove_directory(output.limb.as_fd(), source)?;
@@ -198,7 +204,13 @@ impl Executor<'_> {
     }
 
     /// What stands under the name is limb's own (may be replaced) or is moved aside.
-    fn make_room(&mut self, output: &Output, parent: &OwnedFd, path: &ResultPath, no_replace: bool) -> Result<Over, Refused> {
+    fn make_room(
+        &mut self,
+        output: &Output,
+        parent: &OwnedFd,
+        path: &ResultPath,
+        no_replace: bool,
+    ) -> Result<Over, Refused> {
         let Some(seen) = look(parent, path.name())? else { return Ok(Over::Keep) };
         let owned = self.overlay.get(self.database, output, path.as_bytes())?;
         let ours = owned.is_some_and(|owned| owned.matches(&seen));
@@ -254,7 +266,12 @@ impl Executor<'_> {
     }
 
     /// Opens a name if it is still this file.
-    fn open_own(&mut self, output: &Output, path: &[u8], ident: Ident) -> Result<Option<(Arc<OwnedFd>, ResultPath, File)>, Refused> {
+    fn open_own(
+        &mut self,
+        output: &Output,
+        path: &[u8],
+        ident: Ident,
+    ) -> Result<Option<(Arc<OwnedFd>, ResultPath, File)>, Refused> {
         let (parent, parsed) = match self.parent(output, path, false) {
             Err(Refused::Because(Errno::ENOENT, _)) => return Ok(None),
             other => other?,
@@ -339,7 +356,14 @@ impl Executor<'_> {
         Ok(())
     }
 
-    fn attributes(&mut self, output: &Output, path: &[u8], ident: Ident, mode: Option<u32>, mtime_ns: Option<i64>) -> Done {
+    fn attributes(
+        &mut self,
+        output: &Output,
+        path: &[u8],
+        ident: Ident,
+        mode: Option<u32>,
+        mtime_ns: Option<i64>,
+    ) -> Done {
         let Some((parent, parsed, file)) = self.open_own(output, path, ident)? else { return Ok(()) };
         let directory = file.metadata().map_err(DiskError::from)?.is_dir();
         if let Some(mode) = mode {

@@ -54,13 +54,15 @@ impl ResultsHome {
                     let (other, mine) = (bytes_path(other), bytes_path(&key));
                     other.starts_with(&mine) || mine.starts_with(&other)
                 };
-                let other = table::locks(db)?
-                    .into_iter()
-                    .find(|(other, by)| by != run.as_str() && overlaps(other));
+                let other =
+                    table::locks(db)?.into_iter().find(|(other, by)| by != run.as_str() && overlaps(other));
                 if let Some((_, by)) = other {
                     return Err(ResultsError::Locked { dest, by });
                 }
-                db.execute("INSERT OR REPLACE INTO result_locks VALUES (?1, ?2)", params![key, run.as_str()])?;
+                db.execute(
+                    "INSERT OR REPLACE INTO result_locks VALUES (?1, ?2)",
+                    params![key, run.as_str()],
+                )?;
                 Ok(())
             })
         })
@@ -139,7 +141,8 @@ impl ResultsHome {
         let live = self.blocking(|inner| inner.database.read_blocking(table::live_attempts)).await?;
         for id in &live {
             let (slot, wanted) = (self.slot(id), id.clone());
-            let loaded = self.blocking(move |inner| inner.with_writer(&wanted, &slot, None, |_| Ok(()))).await;
+            let loaded =
+                self.blocking(move |inner| inner.with_writer(&wanted, &slot, None, |_| Ok(()))).await;
             match loaded {
                 Ok(()) => {}
                 Err(ResultsError::Stopped) => return Err(ResultsError::Stopped),

@@ -103,7 +103,8 @@ impl Collector {
             }
         }
         let (manifest, order) = self.builder.build();
-        let inodes = self.files.iter().map(|(draft, path, _)| (order.inode(*draft).0, path.clone())).collect();
+        let inodes =
+            self.files.iter().map(|(draft, path, _)| (order.inode(*draft).0, path.clone())).collect();
         let files = self
             .files
             .into_iter()
@@ -123,8 +124,7 @@ impl Collector {
         if !Owned::from(&name.what).matches(&seen) || name.what.open {
             return Ok(false);
         }
-        let mut meta =
-            NodeMeta { mode: name.what.mode, mtime_ns: seen.mtime_ns, xattrs: BTreeMap::new() };
+        let mut meta = NodeMeta { mode: name.what.mode, mtime_ns: seen.mtime_ns, xattrs: BTreeMap::new() };
         match seen.kind {
             Kind::Directory => {
                 let draft = self.directory(path.as_bytes(), Some(meta));

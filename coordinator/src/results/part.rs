@@ -5,9 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 
-use limb_common::chunk::{
-    CHUNK_BYTES_U64, Position, chunk_count, chunk_len, merge_root, value_of,
-};
+use limb_common::chunk::{CHUNK_BYTES_U64, Position, chunk_count, chunk_len, merge_root, value_of};
 use limb_common::id::Digest;
 use nix::errno::Errno;
 
@@ -49,15 +47,7 @@ pub(super) struct Part {
 
 impl Part {
     pub(super) fn new(place: Where, ident: Ident, intended: Vec<u8>, extent: u64) -> Self {
-        Self {
-            place,
-            ident,
-            intended,
-            chunks: HashMap::new(),
-            failed: BTreeMap::new(),
-            extent,
-            grown: None,
-        }
+        Self { place, ident, intended, chunks: HashMap::new(), failed: BTreeMap::new(), extent, grown: None }
     }
 
     /// Writes a checked chunk; what an older, longer generation left behind it becomes zeros.

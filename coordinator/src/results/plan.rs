@@ -173,7 +173,9 @@ impl<'a> Planner<'a> {
             .ok_or(No::Because(Errno::ENOENT, "no such open file; was its FileCreated refused?"))?;
         let file = open_part(home, part)?;
         let values = part.prove(&disk, &file, wanted.size, wanted.root).map_err(|error| match error {
-            DiskError::Os(Errno::EIO) => No::Because(Errno::EIO, "the content at home does not have this hash"),
+            DiskError::Os(Errno::EIO) => {
+                No::Because(Errno::EIO, "the content at home does not have this hash")
+            }
             other => other.into(),
         })?;
         let ready = Ready { seq, number, wanted, path, file, values: flatten(&values) };
@@ -187,7 +189,9 @@ impl<'a> Planner<'a> {
         let after = Self::after(wanted);
         match (wanted.kind, place) {
             (PublishKind::Final, Where::Private(name)) => self.place(ready, name, after, false),
-            (PublishKind::Final | PublishKind::Snapshot, Where::Visible(visible)) if visible == wanted.path => {
+            (PublishKind::Final | PublishKind::Snapshot, Where::Visible(visible))
+                if visible == wanted.path =>
+            {
                 self.already_there(&ready, wanted.kind)
             }
             (PublishKind::Snapshot, Where::Private(name)) => match self.copy_of(&ready, Some(COPY_BYTES))? {
@@ -301,9 +305,7 @@ impl<'a> Planner<'a> {
         let result = if disk.try_clone(&ready.file, &copy)? {
             Ok(true)
         } else if limit.is_none_or(|limit| size <= limit) {
-            disk.set_len(&copy, size)
-                .and_then(|()| disk.copy(&ready.file, &copy, 0, size))
-                .map(|()| true)
+            disk.set_len(&copy, size).and_then(|()| disk.copy(&ready.file, &copy, 0, size)).map(|()| true)
         } else {
             Ok(false)
         };
@@ -324,7 +326,8 @@ impl<'a> Planner<'a> {
         if exchange {
             return Err(No::Because(Errno::EINVAL, "names are not exchanged at home"));
         }
-        let owned = self.own(number, from)?.ok_or(No::Because(Errno::ENOENT, "limb has no such file at home"))?;
+        let owned =
+            self.own(number, from)?.ok_or(No::Because(Errno::ENOENT, "limb has no such file at home"))?;
         if from == to {
             return Ok(Effect::Nothing);
         }
@@ -338,7 +341,8 @@ impl<'a> Planner<'a> {
         let Some(owned) = self.own(number, path)? else {
             if self.overlay.known(number, path).is_none() && self.output(number)?.find(path)?.is_some() {
                 let text = String::from_utf8_lossy(path);
-                self.writer.event(format!("the job removed {text}, which is not limb's (any more): it stays"));
+                self.writer
+                    .event(format!("the job removed {text}, which is not limb's (any more): it stays"));
             }
             return Ok(Effect::Nothing);
         };
@@ -505,7 +509,8 @@ impl Writer {
             Base::Nothing => None,
             Base::File(other) => {
                 let id = self.id.clone();
-                let row = self.database.read_blocking(move |db| table::name_of_file(db, &id, number, other))?;
+                let row =
+                    self.database.read_blocking(move |db| table::name_of_file(db, &id, number, other))?;
                 Some(row.ok_or(No::Because(Errno::ENOENT, "the base is not published"))?)
             }
             Base::Lower(inode) => Some(self.lower_name(home, inode)?),
@@ -541,7 +546,13 @@ impl Writer {
     }
 
     /// The part begins with the base's bytes, by clone where the file system has them.
-    fn start_from(&self, home: &Output, opened: &File, base: &table::Name, part: &mut Part) -> Result<(), No> {
+    fn start_from(
+        &self,
+        home: &Output,
+        opened: &File,
+        base: &table::Name,
+        part: &mut Part,
+    ) -> Result<(), No> {
         let gone = No::Because(Errno::ESTALE, "the base was changed or removed at home");
         let Some((parent, path, seen)) = home.find(&base.path)? else { return Err(gone) };
         if !Owned::from(&base.what).matches(&seen) || seen.kind != Kind::File {
@@ -615,6 +626,11 @@ impl Writer {
                 break;
             }
         }
-        Ok(Effect::Partial { file, source: part.place.clone(), path: free.as_bytes().to_vec(), ident: part.ident })
+        Ok(Effect::Partial {
+            file,
+            source: part.place.clone(),
+            path: free.as_bytes().to_vec(),
+            ident: part.ident,
+        })
     }
 }

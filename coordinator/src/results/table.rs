@@ -285,18 +285,14 @@ fn put_file(
     state: FileState,
     path: &[u8],
 ) -> Result<(), ResultsError> {
-    db.prepare_cached("INSERT OR REPLACE INTO result_files VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?.execute(
-        params![id.run.as_str(), id.attempt.0, output, sql(file), state.number(), path],
-    )?;
+    db.prepare_cached("INSERT OR REPLACE INTO result_files VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?
+        .execute(params![id.run.as_str(), id.attempt.0, output, sql(file), state.number(), path])?;
     Ok(())
 }
 
-pub(super) fn put_intents(
-    db: &Connection,
-    id: &AttemptId,
-    intents: &[Intent],
-) -> Result<(), ResultsError> {
-    let mut insert = db.prepare_cached("INSERT OR REPLACE INTO result_intents VALUES (?1, ?2, ?3, ?4, ?5)")?;
+pub(super) fn put_intents(db: &Connection, id: &AttemptId, intents: &[Intent]) -> Result<(), ResultsError> {
+    let mut insert =
+        db.prepare_cached("INSERT OR REPLACE INTO result_intents VALUES (?1, ?2, ?3, ?4, ?5)")?;
     for intent in intents {
         let text = serde_json::to_string(intent)?;
         let seq = sql(intent.seq);
@@ -337,8 +333,7 @@ pub(super) fn partials(db: &Connection, run: &RunId) -> Result<Vec<(u32, u32, Ve
     let mut query = db.prepare(
         "SELECT attempt, output, path FROM result_partials WHERE run = ?1 ORDER BY attempt, output, path",
     )?;
-    let rows = query
-        .query_map(params![run.as_str()], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))?;
+    let rows = query.query_map(params![run.as_str()], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))?;
     Ok(rows.collect::<Result<_, _>>()?)
 }
 
@@ -489,11 +484,12 @@ impl Recorder<'_> {
         let mut moves = vec![(from.to_vec(), to.to_vec())];
         if directory {
             let (low, high) = ([from, b"/"].concat(), [from, b"0"].concat());
-            let mut query = self
-                .db
-                .prepare_cached("SELECT path FROM result_names WHERE dest = ?1 AND path > ?2 AND path < ?3")?;
-            let below: Vec<Vec<u8>> =
-                query.query_map(params![self.dest, low, high], |row| row.get(0))?.collect::<Result<_, _>>()?;
+            let mut query = self.db.prepare_cached(
+                "SELECT path FROM result_names WHERE dest = ?1 AND path > ?2 AND path < ?3",
+            )?;
+            let below: Vec<Vec<u8>> = query
+                .query_map(params![self.dest, low, high], |row| row.get(0))?
+                .collect::<Result<_, _>>()?;
             moves.extend(below.into_iter().map(|path| {
                 let moved = [to, &path[from.len()..]].concat();
                 (path, moved)

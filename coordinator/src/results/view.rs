@@ -75,39 +75,42 @@ impl ResultsHome {
     /// A failure of the table.
     pub async fn list(&self, run: &RunId) -> Result<Vec<Listed>, ResultsError> {
         let run = run.clone();
-        self.inner.database.read(move |db| {
-            let mut found = Vec::new();
-            for (dest, name) in table::names_of_run(db, &run)? {
-                found.push(Listed {
-                    path: bytes_path(&dest).join(bytes_path(&name.path)),
-                    kind: match name.what.kind {
-                        Kind::File | Kind::Other => ListedKind::File,
-                        Kind::Directory => ListedKind::Directory,
-                        Kind::Symlink => ListedKind::Symlink,
-                    },
-                    size: name.what.size,
-                    root: name.what.root.map(Digest),
-                    attempt: name.attempt,
-                    published_unix_ms: name.published_unix_ms,
-                });
-            }
-            for (attempt, output, path) in table::partials(db, &run)? {
-                let id = AttemptId { run: run.clone(), attempt: limb_common::id::AttemptNumber(attempt) };
-                let rows = table::outputs(db, &id)?;
-                let Some(row) = rows.iter().find(|row| row.output == output) else { continue };
-                let path = bytes_path(&row.dest).join(bytes_path(&path));
-                let Ok(stat) = std::fs::symlink_metadata(&path) else { continue };
-                found.push(Listed {
-                    path,
-                    kind: ListedKind::Partial,
-                    size: stat.len(),
-                    root: None,
-                    attempt,
-                    published_unix_ms: 0,
-                });
-            }
-            Ok(found)
-        }).await
+        self.inner
+            .database
+            .read(move |db| {
+                let mut found = Vec::new();
+                for (dest, name) in table::names_of_run(db, &run)? {
+                    found.push(Listed {
+                        path: bytes_path(&dest).join(bytes_path(&name.path)),
+                        kind: match name.what.kind {
+                            Kind::File | Kind::Other => ListedKind::File,
+                            Kind::Directory => ListedKind::Directory,
+                            Kind::Symlink => ListedKind::Symlink,
+                        },
+                        size: name.what.size,
+                        root: name.what.root.map(Digest),
+                        attempt: name.attempt,
+                        published_unix_ms: name.published_unix_ms,
+                    });
+                }
+                for (attempt, output, path) in table::partials(db, &run)? {
+                    let id = AttemptId { run: run.clone(), attempt: limb_common::id::AttemptNumber(attempt) };
+                    let rows = table::outputs(db, &id)?;
+                    let Some(row) = rows.iter().find(|row| row.output == output) else { continue };
+                    let path = bytes_path(&row.dest).join(bytes_path(&path));
+                    let Ok(stat) = std::fs::symlink_metadata(&path) else { continue };
+                    found.push(Listed {
+                        path,
+                        kind: ListedKind::Partial,
+                        size: stat.len(),
+                        root: None,
+                        attempt,
+                        published_unix_ms: 0,
+                    });
+                }
+                Ok(found)
+            })
+            .await
     }
 
     /// Reads every published file again and compares it with its hash.

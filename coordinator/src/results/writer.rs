@@ -16,7 +16,9 @@ use limb_common::clock;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
-use super::disk::{Directories, Disk, DiskError, Seen, Step, look, look_at_open, open_beneath, open_in, open_root};
+use super::disk::{
+    Directories, Disk, DiskError, Seen, Step, look, look_at_open, open_beneath, open_in, open_root,
+};
 use super::effect::{After, Effect, Intent, Where};
 use super::entry::{Acks, Chunk, ChunkName, Entry, Item, Op, Refusal};
 use super::execute::{Executor, Overlay};
@@ -427,7 +429,8 @@ impl Writer {
         let applied = batch.last().map_or(self.applied, |intent| intent.seq);
         let dests: HashMap<u32, Vec<u8>> =
             self.outputs.iter().map(|(number, output)| (*number, output.dest.clone())).collect();
-        let (id, intents, disk, refused) = (self.id.clone(), batch.to_vec(), self.disk.clone(), outcomes.clone());
+        let (id, intents, disk, refused) =
+            (self.id.clone(), batch.to_vec(), self.disk.clone(), outcomes.clone());
         let now = clock::unix_ms();
         let deltas = self.database.write_blocking(move |db| {
             let mut deltas = Vec::with_capacity(intents.len());

@@ -7,6 +7,7 @@
 
 mod manifest;
 mod queue;
+mod results;
 mod stream;
 
 use std::future::Future;
@@ -66,8 +67,8 @@ pub enum ResultReadError {
     /// Unknown and forbidden look the same.
     #[error("there is no such chunk")]
     NotFound,
-    #[error("the file at home is not the one that was sent: {0}")]
-    Changed(String),
+    #[error("the file at home is not the one that was sent")]
+    Changed,
     #[error("could not read it")]
     Io(#[from] std::io::Error),
 }

@@ -271,6 +271,44 @@ fn a_file_that_changes_while_it_is_read_is_read_again_or_named() {
     let snapshot = run(1).unwrap();
     let now = std::fs::read(&path).unwrap();
     assert_eq!(home.read(&snapshot, b"busy").unwrap(), now);
+    // A writer that does not stop.
+    let done = AtomicBool::new(false);
+    let frozen = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+            let mut turn = 0_u64;
+            while !done.load(Ordering::Relaxed) {
+                turn += 1;
+                file.write_all_at(&turn.to_le_bytes(), 7 << 20).unwrap();
+            }
+        });
+        let frozen = home.snapshots.create(&home.request(), |_| {});
+        done.store(true, Ordering::Relaxed);
+        frozen
+    });
+    assert!(matches!(frozen, Err(SnapshotError::Changing { path: named }) if named == path));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nobody_hashes_on_for_a_caller_who_has_gone() {
+    let home = Home::new();
+    home.put("big", &noise(8 << 20, 8));
+    let (started, begun) = std::sync::mpsc::channel();
+    let (ended, gone) = std::sync::mpsc::channel();
+    let gone = Mutex::new(gone);
+    let mut making = Box::pin(home.snapshots.create_async(home.request(), move |_| {
+        let _: Result<(), _> = started.send(());
+        // Until the caller has gone; the later calls find the channel closed.
+        let _: Result<(), _> = lock(&gone).recv();
+    }));
+    assert!(futures_util::poll!(&mut making).is_pending());
+    tokio::task::spawn_blocking(move || begun.recv()).await.unwrap().unwrap();
+    drop(making);
+    drop(ended);
+    // A collection waits for what is being made.
+    let snapshots = home.snapshots.clone();
+    tokio::task::spawn_blocking(move || snapshots.collect(&HashSet::new())).await.unwrap().unwrap();
+    assert!(home.snapshots.list().unwrap().is_empty());
 }
 
 #[test]

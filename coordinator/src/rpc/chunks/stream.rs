@@ -312,7 +312,7 @@ fn fits(bytes: Bytes) -> Result<Bytes, v1::FetchFailure> {
 fn of_result(error: &ResultReadError) -> v1::FetchFailure {
     match error {
         ResultReadError::NotFound => not_found(),
-        ResultReadError::Changed(_) => failure(Kind::SourceChanged, error.to_string()),
+        ResultReadError::Changed => failure(Kind::SourceChanged, error.to_string()),
         ResultReadError::Io(_) => failure(Kind::Io, limb_common::error::chain(error)),
     }
 }
