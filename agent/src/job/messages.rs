@@ -5,7 +5,7 @@ use std::io::{self, Read, Write};
 
 use limb_common::report::JobStep;
 use serde::{Deserialize, Serialize};
-use zeroize::Zeroize as _;
+use zeroize::Zeroize;
 
 use super::view::View;
 
@@ -23,6 +23,13 @@ pub(crate) struct Order {
     pub(crate) view: View,
     /// `cgroup.procs` files to enter.
     pub(crate) cgroups: Vec<String>,
+}
+
+impl Drop for Order {
+    fn drop(&mut self) {
+        // Secrets are among them.
+        self.env.iter_mut().for_each(Zeroize::zeroize);
+    }
 }
 
 #[derive(Serialize, Deserialize)]

@@ -98,7 +98,7 @@ impl RunningJob {
                 match spawned {
                     Ok(child) => {
                         let _waiting = started.send(Ok(child.id()));
-                        supervise(child, reader, &order, &knows, &supervised);
+                        supervise(child, reader, order, &knows, &supervised);
                     }
                     Err(error) => {
                         let _waiting = started.send(Err(error));
@@ -240,14 +240,15 @@ fn spawn_helper(program: &Path, socket: UnixStream, log: std::io::PipeWriter) ->
 fn supervise(
     mut child: Child,
     socket: UnixStream,
-    order: &Order,
+    order: Order,
     knows: &watch::Sender<Known>,
     shared: &Shared,
 ) {
     let stopped = || shared.stopped.load(Ordering::Acquire);
-    if send_order(&socket, order).is_err() {
+    if send_order(&socket, &order).is_err() {
         tracing::warn!("the job's helper took no order");
     }
+    drop(order);
     for line in BufReader::new(socket).lines() {
         let Ok(line) = line else { break };
         match serde_json::from_str(&line) {
