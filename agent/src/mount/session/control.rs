@@ -94,7 +94,7 @@ struct PrivateDirectory(PathBuf);
 
 impl PrivateDirectory {
     fn make() -> io::Result<Self> {
-        let template = std::env::temp_dir().join("limb-fusectl-XXXXXX");
+        let template = std::env::temp_dir().join(format!("limb-fusectl-{}", "X".repeat(6)));
         Ok(Self(nix::unistd::mkdtemp(&template)?))
     }
 }
