@@ -49,7 +49,7 @@ fn a_coordinator_killed_in_each_phase_leaves_no_box_and_one_outcome() {
         return;
     }
     for phase in
-        ["intended", "creating", "booting", "enrolled", "setting-up", "running", "ending", "destroying"]
+        ["intended", "creating", "booting", "enrolled", "setting up", "running", "ending", "destroying"]
     {
         let mut home = Home::new();
         home.serve();
