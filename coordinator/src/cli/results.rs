@@ -1,0 +1,247 @@
+//! `limb results ls|get|verify`.
+//!
+//! Never: write outside of `--to`, follow a link among the results, or call a copy good whose
+//! hash was not compared.
+
+use std::fs::{self, File};
+use std::io::{Read as _, Write as _};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Component, Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use limb_common::phase::LimbExit;
+use limb_common::units::show_bytes;
+use limb_proto::v1::{ListResultsRequest, ResultFile, RunInfo, VerifiedFile};
+use serde_json::{Value, json};
+
+use super::args::ResultsCommand;
+use super::client::{self, Owner, Start};
+use super::run::exit_code;
+use super::talk::{Failure, Talk, clean, print, print_json};
+use super::{json, render};
+use crate::settings::Settings;
+
+/// Read and hashed at a time.
+const COPY_BYTES: usize = 1024 * 1024;
+
+pub(super) async fn results(
+    settings: &Settings,
+    talk: &Talk,
+    command: &ResultsCommand,
+) -> Result<ExitCode, Failure> {
+    let mut owner = client::connect(settings, Start::IfNeeded).await?;
+    match command {
+        ResultsCommand::Ls { run, json } => {
+            let (_, files) = list(&mut owner, run).await?;
+            if *json {
+                print_json(&Value::Array(files.iter().map(json::file).collect()))?;
+            } else if files.is_empty() {
+                talk.say("no results came home");
+            } else {
+                print(&render::results(&files, &jiff::tz::TimeZone::system()))?;
+            }
+            Ok(ExitCode::SUCCESS)
+        }
+        ResultsCommand::Get { run, path, to, json } => {
+            let (_, files) = list(&mut owner, run).await?;
+            get(talk, &files, path.as_deref(), to, *json)
+        }
+        ResultsCommand::Verify { run, json } => verify(&mut owner, talk, run, *json).await,
+    }
+}
+
+async fn list(owner: &mut Owner, run: &str) -> Result<(RunInfo, Vec<ResultFile>), Failure> {
+    let run = client::find_run(owner, run).await?;
+    let request = ListResultsRequest { run: run.run_id.clone() };
+    let reply = owner.list_results(request).await.map_err(|status| Failure::status(&status))?;
+    Ok((run, reply.into_inner().files))
+}
+
+async fn verify(owner: &mut Owner, talk: &Talk, run: &str, as_json: bool) -> Result<ExitCode, Failure> {
+    let run = client::find_run(owner, run).await?;
+    let failed = |status: tonic::Status| Failure::status(&status);
+    let request = ListResultsRequest { run: run.run_id };
+    let mut stream = owner.verify_results(request).await.map_err(failed)?.into_inner();
+    let mut wait = talk.wait("hashing the results");
+    let mut all: Vec<VerifiedFile> = Vec::new();
+    while let Some(verified) = super::follow::ticking(&mut wait, stream.message()).await.map_err(failed)? {
+        all.push(verified);
+    }
+    drop(wait);
+    for verified in all.iter().filter(|verified| !verified.ok && !as_json) {
+        print(&mismatch_line(verified))?;
+    }
+    let bad = all.iter().filter(|verified| !verified.ok).count();
+    if as_json {
+        print_json(&Value::Array(all.iter().map(json::verified).collect()))?;
+    }
+    if bad == 0 {
+        let bytes = all.iter().filter_map(|v| v.file.as_ref()).map(|file| file.size).sum();
+        talk.say(&format!("verified: {} files, {}, each equal to its hash", all.len(), show_bytes(bytes)));
+        return Ok(ExitCode::SUCCESS);
+    }
+    talk.insist(&format!("NOT verified: {bad} of {} files differ", all.len()));
+    Ok(exit_code(LimbExit::DataNotHome.code()))
+}
+
+fn mismatch_line(verified: &VerifiedFile) -> String {
+    let name = verified.file.as_ref().map_or_else(String::new, |file| {
+        format!("{}/{}", file.dest.trim_end_matches('/'), String::from_utf8_lossy(&file.path))
+    });
+    format!("{}: {}", clean(&name), clean(&verified.verdict))
+}
+
+fn get(
+    talk: &Talk,
+    files: &[ResultFile],
+    only: Option<&Path>,
+    to: &Path,
+    as_json: bool,
+) -> Result<ExitCode, Failure> {
+    let chosen: Vec<&ResultFile> = files.iter().filter(|file| is_wanted(file, only)).collect();
+    if chosen.is_empty() {
+        return Err(Failure::refused(match only {
+            Some(path) => anyhow::anyhow!(
+                "no result is called {}; hint: `limb results ls` lists them",
+                clean(&path.to_string_lossy())
+            ),
+            None => anyhow::anyhow!("no results came home"),
+        }));
+    }
+    let several = files.iter().any(|file| file.output != files[0].output);
+    let (mut copied, mut bytes) = (Vec::new(), 0);
+    for file in chosen {
+        let target = target(to, file, several).map_err(Failure::refused)?;
+        copy(file, &target).map_err(|error| Failure::new(LimbExit::DataNotHome, error))?;
+        bytes += file.size;
+        copied.push(json!({ "path": target.to_string_lossy(), "size": file.size, "b3sum": file.b3sum }));
+    }
+    talk.say(&format!("copied: {} files, {}, each equal to its hash", copied.len(), show_bytes(bytes)));
+    if as_json {
+        print_json(&Value::Array(copied))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn relative(file: &ResultFile) -> &Path {
+    Path::new(std::ffi::OsStr::from_bytes(&file.path))
+}
+
+/// The file itself, anything below a directory of that name, or either with the output before it.
+fn is_wanted(file: &ResultFile, only: Option<&Path>) -> bool {
+    only.is_none_or(|only| {
+        relative(file).starts_with(only) || Path::new(&file.output).join(relative(file)).starts_with(only)
+    })
+}
+
+/// Names came from a box: nothing of them may leave `to`.
+fn target(to: &Path, file: &ResultFile, several: bool) -> anyhow::Result<PathBuf> {
+    let below = if several {
+        Path::new(file.output.trim_start_matches('/')).join(relative(file))
+    } else {
+        relative(file).to_owned()
+    };
+    let plain = below.components().all(|part| matches!(part, Component::Normal(_)));
+    anyhow::ensure!(
+        plain && below.components().next().is_some(),
+        "the result {:?} has no safe name",
+        clean(&below.to_string_lossy())
+    );
+    Ok(to.join(below))
+}
+
+/// Copies beside the target, compares the hash, and only then gives it its name.
+fn copy(file: &ResultFile, target: &Path) -> anyhow::Result<()> {
+    let source = Path::new(&file.dest).join(relative(file));
+    let kind = fs::symlink_metadata(&source)
+        .with_context(|| format!("could not read {}; hint: was it moved or deleted?", source.display()))?;
+    anyhow::ensure!(kind.is_file(), "{} is not a plain file any more", source.display());
+    if let Some(parent) = target.parent() {
+        fs::create_dir_all(parent).with_context(|| format!("could not make {}", parent.display()))?;
+    }
+    let mut name = target.file_name().unwrap_or_default().to_owned();
+    name.push(".limb-part");
+    let part = target.with_file_name(name);
+    let copied = hash_copy(&source, &part).with_context(|| format!("could not copy {}", source.display()));
+    let result = copied.and_then(|hash| {
+        anyhow::ensure!(
+            hash == file.b3sum,
+            "{} is not what came home: its hash is {hash}, not {}",
+            source.display(),
+            file.b3sum
+        );
+        fs::rename(&part, target).with_context(|| format!("could not make {}", target.display()))
+    });
+    if result.is_err() {
+        drop(fs::remove_file(&part));
+    }
+    result
+}
+
+fn hash_copy(source: &Path, part: &Path) -> std::io::Result<String> {
+    let mut from = File::open(source)?;
+    let mut to = File::create(part)?;
+    let mut hasher = blake3::Hasher::new();
+    let mut buffer = vec![0; COPY_BYTES];
+    loop {
+        let read = from.read(&mut buffer)?;
+        if read == 0 {
+            break;
+        }
+        hasher.update(&buffer[..read]);
+        to.write_all(&buffer[..read])?;
+    }
+    to.set_permissions(from.metadata()?.permissions())?;
+    to.sync_all()?;
+    Ok(hasher.finalize().to_hex().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(dest: &Path, path: &str, content: &[u8]) -> ResultFile {
+        ResultFile {
+            path: path.into(),
+            output: "/ckpt".into(),
+            dest: dest.to_string_lossy().into_owned(),
+            size: content.len() as u64,
+            b3sum: blake3::hash(content).to_hex().to_string(),
+            ..ResultFile::default()
+        }
+    }
+
+    #[test]
+    fn copies_are_compared_before_they_get_their_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let (dest, to) = (dir.path().join("dest"), dir.path().join("to"));
+        fs::create_dir_all(dest.join("sub")).unwrap();
+        fs::write(dest.join("sub/a"), "good").unwrap();
+        let good = file(&dest, "sub/a", b"good");
+        copy(&good, &target(&to, &good, false).unwrap()).unwrap();
+        assert_eq!(fs::read(to.join("sub/a")).unwrap(), b"good");
+        let changed = file(&dest, "sub/a", b"other");
+        let error = copy(&changed, &to.join("b")).unwrap_err();
+        assert!(error.to_string().contains("is not what came home"), "{error}");
+        assert_eq!(fs::read_dir(&to).unwrap().count(), 1, "a bad copy leaves nothing");
+        std::os::unix::fs::symlink("/etc/passwd", dest.join("link")).unwrap();
+        assert!(copy(&file(&dest, "link", b""), &to.join("c")).is_err());
+    }
+
+    #[test]
+    fn no_name_of_a_box_leaves_the_directory() {
+        for bad in ["../x", "/etc/x", "a/../../x", ""] {
+            assert!(target(Path::new("/to"), &file(Path::new("/d"), bad, b""), false).is_err(), "{bad}");
+        }
+        let fine = file(Path::new("/d"), "a/b", b"");
+        assert_eq!(target(Path::new("/to"), &fine, true).unwrap(), Path::new("/to/ckpt/a/b"));
+    }
+
+    #[test]
+    fn a_path_chooses_files_and_directories() {
+        let wanted = |path: &str, only: &str| is_wanted(&file(Path::new("/d"), path, b""), Some(Path::new(only)));
+        assert!(wanted("a/b", "a") && wanted("a/b", "a/b") && wanted("a/b", "/ckpt/a"));
+        assert!(!wanted("ab", "a") && !wanted("a", "/other"));
+    }
+}
