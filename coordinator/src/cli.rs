@@ -8,8 +8,8 @@
 
 mod args;
 mod client;
-mod doctor;
 mod docs;
+mod doctor;
 mod follow;
 mod job;
 mod json;
@@ -20,6 +20,7 @@ mod render_tests;
 mod results;
 mod run;
 mod serve;
+mod snapshot;
 mod talk;
 
 use std::process::ExitCode;
@@ -28,6 +29,7 @@ use clap::Parser as _;
 use limb_common::phase::LimbExit;
 
 use args::{Cli, Command, ConfigCommand};
+pub use serve::Edges;
 use talk::{Failure, Talk};
 
 use crate::settings::{Settings, Sources};
@@ -39,7 +41,11 @@ pub fn main(edges: &Edges) -> ExitCode {
         Err(error) => {
             // Help and versions are asked for; everything else is a refusal.
             drop(error.print());
-            return if error.use_stderr() { run::exit_code(LimbExit::Refused.code()) } else { ExitCode::SUCCESS };
+            return if error.use_stderr() {
+                run::exit_code(LimbExit::Refused.code())
+            } else {
+                ExitCode::SUCCESS
+            };
         }
     };
     let talk = Talk::new(cli.common.quiet, cli.common.verbose);

@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    limb::cli::main(&limb::serve::Edges::default())
+    limb::cli::main(&limb::cli::Edges::default())
 }

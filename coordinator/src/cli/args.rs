@@ -64,7 +64,10 @@ pub(super) enum Command {
     /// Does this machine have what limb needs?
     Doctor(DoctorArgs),
     /// Completions for a shell, on stdout
-    Completions { shell: clap_complete::Shell },
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
     /// The manual page, on stdout
     Man(ManArgs),
 }
@@ -135,6 +138,7 @@ pub(super) struct RunArgs {
 pub(super) struct PlanArgs {
     #[command(flatten)]
     pub(super) job: JobArgs,
+    /// JSON, on stdout
     #[arg(long)]
     pub(super) json: bool,
 }
@@ -144,6 +148,7 @@ pub(super) struct PsArgs {
     /// Runs that are over, too
     #[arg(short, long)]
     pub(super) all: bool,
+    /// JSON, on stdout
     #[arg(long)]
     pub(super) json: bool,
 }
@@ -182,6 +187,7 @@ pub(super) struct StopArgs {
     /// Kept in the ledger
     #[arg(long, default_value = "", hide_default_value = true)]
     pub(super) reason: String,
+    /// JSON, on stdout
     #[arg(long)]
     pub(super) json: bool,
 }
@@ -192,6 +198,7 @@ pub(super) enum ResultsCommand {
     Ls {
         /// A run's id or name
         run: String,
+        /// JSON, on stdout
         #[arg(long)]
         json: bool,
     },
@@ -204,6 +211,7 @@ pub(super) enum ResultsCommand {
         /// The directory to copy into
         #[arg(long, value_name = "DIR")]
         to: PathBuf,
+        /// JSON, on stdout
         #[arg(long)]
         json: bool,
     },
@@ -211,6 +219,7 @@ pub(super) enum ResultsCommand {
     Verify {
         /// A run's id or name
         run: String,
+        /// JSON, on stdout
         #[arg(long)]
         json: bool,
     },
@@ -220,6 +229,7 @@ pub(super) enum ResultsCommand {
 pub(super) enum SnapshotCommand {
     /// Freeze a directory or file
     Create {
+        /// The directory or file
         source: PathBuf,
         /// Make what links outside point at part of the set
         #[arg(long)]
@@ -227,18 +237,23 @@ pub(super) enum SnapshotCommand {
         /// Copy every file, as for a workdir
         #[arg(long)]
         copy: bool,
+        /// JSON, on stdout
         #[arg(long)]
         json: bool,
     },
     /// Snapshots that are kept
     Ls {
+        /// JSON, on stdout
         #[arg(long)]
         json: bool,
     },
     /// What differs between two
     Diff {
+        /// A snapshot's id, or its beginning
         before: String,
+        /// The other one
         after: String,
+        /// JSON, on stdout
         #[arg(long)]
         json: bool,
     },
@@ -252,8 +267,10 @@ pub(super) struct CostArgs {
     /// Only this run
     #[arg(long)]
     pub(super) run: Option<String>,
+    /// Comma-separated, with exact micro-dollars
     #[arg(long, conflicts_with = "json")]
     pub(super) csv: bool,
+    /// JSON, on stdout
     #[arg(long)]
     pub(super) json: bool,
 }
@@ -263,6 +280,7 @@ pub(super) struct ReapArgs {
     /// Say what would be destroyed
     #[arg(long)]
     pub(super) dry_run: bool,
+    /// JSON, on stdout
     #[arg(long)]
     pub(super) json: bool,
 }
@@ -290,6 +308,7 @@ pub(super) struct ServeArgs {
 pub(super) enum ConfigCommand {
     /// Every setting, its value and where it comes from
     Show {
+        /// JSON, on stdout
         #[arg(long)]
         json: bool,
     },
@@ -297,6 +316,7 @@ pub(super) enum ConfigCommand {
 
 #[derive(Debug, Args)]
 pub(super) struct DoctorArgs {
+    /// JSON, on stdout
     #[arg(long)]
     pub(super) json: bool,
 }

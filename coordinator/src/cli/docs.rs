@@ -67,7 +67,11 @@ pub(super) fn reference() -> String {
     for (key, variable, meaning) in settings::KEYS {
         text.push_str(&format!("| `{key}` | `{variable}` | {meaning} |\n"));
     }
-    text.push_str(&format!("\n`{}` names the settings file; `{}` is honoured.\n", env_names::CONFIG, env_names::NO_COLOR));
+    text.push_str(&format!(
+        "\n`{}` names the settings file; `{}` is honoured.\n",
+        env_names::CONFIG,
+        env_names::NO_COLOR
+    ));
     text
 }
 

@@ -124,7 +124,8 @@ fn fusermount(root: bool, found: Option<PathBuf>) -> Check {
 /// The job's private view of the machine needs them where the agent is not root.
 fn user_namespaces(root: bool) -> Check {
     const WHAT: &str = "user namespaces";
-    let number = |path: &str| std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok());
+    let number =
+        |path: &str| std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok());
     let most = number("/proc/sys/user/max_user_namespaces");
     let debian = number("/proc/sys/kernel/unprivileged_userns_clone");
     let apparmor = number("/proc/sys/kernel/apparmor_restrict_unprivileged_userns");
@@ -161,7 +162,11 @@ fn state_dir(dir: &Path) -> Check {
         return Check::fail(WHAT, format!("{} has no parent", dir.display()), "--set state_dir=DIR");
     };
     if !access(there, libc::W_OK | libc::X_OK) {
-        return Check::fail(WHAT, format!("{} cannot be written", there.display()), "chown it, or --set state_dir=DIR");
+        return Check::fail(
+            WHAT,
+            format!("{} cannot be written", there.display()),
+            "chown it, or --set state_dir=DIR",
+        );
     }
     let open = std::fs::metadata(dir).is_ok_and(|meta| meta.permissions().mode() & 0o077 != 0);
     if open {

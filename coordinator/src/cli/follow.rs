@@ -97,7 +97,10 @@ pub(super) async fn to_the_end(
             }
             Err(status) if is_refusal(&status) => return Err(Failure::status(&status)),
             Err(status) => {
-                follower.say(&format!("the coordinator does not answer ({}); the run goes on", clean(status.message())));
+                follower.say(&format!(
+                    "the coordinator does not answer ({}); the run goes on",
+                    clean(status.message())
+                ));
             }
         }
         owner = reconnect(settings, &mut follower, &mut interrupts).await?;
@@ -168,7 +171,9 @@ impl Follower<'_> {
         let mut events_over = None;
         while events.is_some() || logs.is_some() {
             // What the coordinator still has is printed; one that forgets to hang up is not waited for.
-            if events_over.is_some_and(|over| limb_common::clock::boottime().saturating_since(over) > LAST_OUTPUT) {
+            if events_over
+                .is_some_and(|over| limb_common::clock::boottime().saturating_since(over) > LAST_OUTPUT)
+            {
                 break;
             }
             tokio::select! {
@@ -251,8 +256,7 @@ impl Follower<'_> {
             }
         }
         self.talk.insist("stopping: the job gets SIGTERM, results are drained, the box is destroyed …");
-        let request =
-            StopRequest { run: self.interest.run_id.clone(), reason: "interrupted".to_owned() };
+        let request = StopRequest { run: self.interest.run_id.clone(), reason: "interrupted".to_owned() };
         owner.stop(request).await?;
         self.wait = Some(self.talk.wait("stopping"));
         Ok(false)
@@ -339,12 +343,8 @@ impl Interrupts {
 pub(super) async fn logs(settings: &Settings, args: &LogsArgs) -> Result<ExitCode, Failure> {
     let mut owner = client::connect(settings, Start::IfNeeded).await?;
     let run = client::find_run(&mut owner, &args.run).await?;
-    let request = LogsRequest {
-        run: run.run_id,
-        follow: args.follow,
-        offset: args.offset,
-        attempt: args.attempt,
-    };
+    let request =
+        LogsRequest { run: run.run_id, follow: args.follow, offset: args.offset, attempt: args.attempt };
     let failed = |status: Status| Failure::status(&status);
     let mut stream = owner.logs(request).await.map_err(failed)?.into_inner();
     let mut next_byte: Option<(u32, u64)> = None;

@@ -58,7 +58,7 @@ pub(super) fn source(args: &JobArgs) -> Result<JobSource, Failure> {
         env: pairs(env),
         secrets: pairs(secrets),
         provider: args.on.clone().unwrap_or_default(),
-        argv,
+        argv: argv.into_iter().map(Into::into).collect(),
     })
 }
 

@@ -1,9 +1,7 @@
 //! Messages as JSON documents, for programs. Names are those of the protocol; times are
 //! milliseconds since 1970, money is micro-dollars, and what is not known yet is null.
 
-use limb_proto::v1::{
-    CostRow, Event, Outcome, PlanReply, ReapReply, ResultFile, RunInfo, VerifiedFile,
-};
+use limb_proto::v1::{CostRow, Event, Outcome, PlanReply, ReapReply, ResultFile, RunInfo, VerifiedFile};
 use serde_json::{Value, json};
 
 fn known(value: u64) -> Value {

@@ -67,9 +67,8 @@ pub(super) async fn cost(settings: &Settings, talk: &Talk, args: &CostArgs) -> R
 
 fn is_month(text: &str) -> bool {
     let digits = |part: &str, len: usize| part.len() == len && part.bytes().all(|b| b.is_ascii_digit());
-    text.split_once('-').is_some_and(|(year, month)| {
-        digits(year, 4) && digits(month, 2) && ("01"..="12").contains(&month)
-    })
+    text.split_once('-')
+        .is_some_and(|(year, month)| digits(year, 4) && digits(month, 2) && ("01"..="12").contains(&month))
 }
 
 /// What could not be asked may be running: that is said by the code, too.

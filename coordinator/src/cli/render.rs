@@ -25,7 +25,7 @@ pub(super) fn duration(ms: u64) -> String {
 pub(super) fn moment(unix_ms: u64, zone: &jiff::tz::TimeZone) -> String {
     let at = i64::try_from(unix_ms).ok().and_then(|ms| jiff::Timestamp::from_millisecond(ms).ok());
     at.filter(|_| unix_ms > 0).map_or_else(String::new, |at| {
-        at.to_zoned(zone.clone()).strftime("%Y-%m-%d %H:%M:%S").to_string()
+        at.to_zoned_datetime(zone.clone()).strftime("%Y-%m-%d %H:%M:%S").to_string()
     })
 }
 
@@ -220,8 +220,7 @@ pub(super) fn costs(rows: &[CostRow], zone: &jiff::tz::TimeZone) -> String {
             clean(&row.outcome),
         ]
     });
-    let header =
-        ["RUN", "NAME", "ATTEMPT", "ON", "OFFER", "PRICE", "STARTED", "DURATION", "COST", "OUTCOME"];
+    let header = ["RUN", "NAME", "ATTEMPT", "ON", "OFFER", "PRICE", "STARTED", "DURATION", "COST", "OUTCOME"];
     let total = rows.iter().fold(0_u64, |sum, row| sum.saturating_add(row.cost_micros));
     let billed = rows.iter().fold(0_u64, |sum, row| sum.saturating_add(row.billed_ms));
     let open = rows.iter().filter(|row| row.open).count();

@@ -203,7 +203,7 @@ mod tests {
 
     fn file(dest: &Path, path: &str, content: &[u8]) -> ResultFile {
         ResultFile {
-            path: path.into(),
+            path: path.as_bytes().to_vec().into(),
             output: "/ckpt".into(),
             dest: dest.to_string_lossy().into_owned(),
             size: content.len() as u64,
@@ -240,7 +240,8 @@ mod tests {
 
     #[test]
     fn a_path_chooses_files_and_directories() {
-        let wanted = |path: &str, only: &str| is_wanted(&file(Path::new("/d"), path, b""), Some(Path::new(only)));
+        let wanted =
+            |path: &str, only: &str| is_wanted(&file(Path::new("/d"), path, b""), Some(Path::new(only)));
         assert!(wanted("a/b", "a") && wanted("a/b", "a/b") && wanted("a/b", "/ckpt/a"));
         assert!(!wanted("ab", "a") && !wanted("a", "/other"));
     }

@@ -7,9 +7,9 @@ use std::io::Write as _;
 use std::process::ExitCode;
 
 use limb_common::phase::LimbExit;
+use limb_common::units::show_bytes;
 use limb_proto::v1::submit_progress::Body;
 use limb_proto::v1::{HashProgress, JobSource, Outcome, PlanReply, PlanRequest, RunInfo, SubmitRequest};
-use limb_common::units::show_bytes;
 
 use super::args::{PlanArgs, RunArgs};
 use super::client::{self, Owner, Start};
@@ -125,7 +125,9 @@ async fn submit(
     }
     Err(Failure::new(
         LimbExit::NoCoordinator,
-        anyhow::anyhow!("the coordinator hung up before the run was durable; hint: `limb ps` shows whether it runs"),
+        anyhow::anyhow!(
+            "the coordinator hung up before the run was durable; hint: `limb ps` shows whether it runs"
+        ),
     ))
 }
 

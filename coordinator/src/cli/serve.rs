@@ -29,3 +29,24 @@ pub(super) async fn stop(settings: &Settings, talk: &Talk, args: &ServeArgs) -> 
     talk.say("the coordinator ends");
     Ok(ExitCode::SUCCESS)
 }
+
+/// What differs between `limb` and a test's program.
+#[derive(Debug, Default)]
+pub struct Edges;
+
+pub(super) async fn serve(
+    settings: &Settings,
+    talk: &Talk,
+    args: &ServeArgs,
+    _edges: &Edges,
+) -> Result<ExitCode, Failure> {
+    if args.stop {
+        return stop(settings, talk, args).await;
+    }
+    Err(Failure::new(LimbExit::NoCoordinator, anyhow::anyhow!("this build has no coordinator yet")))
+}
+
+#[expect(clippy::unused_async, reason = "starts one as soon as there is one")]
+pub(super) async fn ensure_running(_settings: &Settings) -> Result<client::Owner, Failure> {
+    Err(Failure::new(LimbExit::NoCoordinator, anyhow::anyhow!("this build has no coordinator yet")))
+}

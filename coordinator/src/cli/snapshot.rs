@@ -35,7 +35,10 @@ pub(super) async fn snapshot(
             };
             let made = create(talk, &snapshots, request).await?;
             for link in &made.outside_links {
-                talk.say(&format!("warning: {} leads out of the set", clean(&String::from_utf8_lossy(&link.path))));
+                talk.say(&format!(
+                    "warning: {} leads out of the set",
+                    clean(&String::from_utf8_lossy(&link.path))
+                ));
             }
             if *json {
                 print_json(&as_value(&made))?;

@@ -107,7 +107,10 @@ pub(super) fn clean(text: &str) -> String {
         .filter_map(|c| match c {
             '\n' | '\t' => Some(' '),
             c if c.is_control() => None,
-            '\u{061c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}'
+            '\u{061c}'
+            | '\u{200b}'..='\u{200f}'
+            | '\u{2028}'..='\u{202e}'
+            | '\u{2060}'..='\u{2069}'
             | '\u{feff}' => None,
             c => Some(c),
         })
@@ -182,7 +185,13 @@ impl Talk {
             bar.enable_steady_tick(Duration::from_millis(120));
             bar
         });
-        Wait { bar, lines: !self.terminal && !self.quiet, said: clock::boottime(), first: true, text: text.to_owned() }
+        Wait {
+            bar,
+            lines: !self.terminal && !self.quiet,
+            said: clock::boottime(),
+            first: true,
+            text: text.to_owned(),
+        }
     }
 }
 
@@ -272,7 +281,8 @@ mod tests {
     #[test]
     fn a_chain_is_said_once_and_hints_come_apart() {
         let inner = anyhow::anyhow!("permission denied; hint: chmod it");
-        let failure = Failure::refused(inner.context("could not read x: permission denied").context("no job"));
+        let failure =
+            Failure::refused(inner.context("could not read x: permission denied").context("no job"));
         let (error, hints) = failure.words();
         assert_eq!(error, "no job: could not read x: permission denied");
         assert_eq!(hints, ["chmod it"]);
