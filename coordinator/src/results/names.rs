@@ -144,7 +144,7 @@ mod tests {
             assert!(target_stays_inside(&link, good.as_bytes()), "{good}");
         }
         for bad in ["", "/x", "../../../x", "x/../../../../y", "..//../.."] {
-            assert_eq!(target_stays_inside(&link, bad.as_bytes()), bad == "..//../..", "{bad}");
+            assert!(!target_stays_inside(&link, bad.as_bytes()), "{bad}");
         }
         assert!(!target_stays_inside(&ResultPath::parse(b"l").unwrap(), b"x/../.."));
     }

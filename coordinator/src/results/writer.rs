@@ -7,8 +7,6 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::fs::File;
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::os::unix::ffi::OsStrExt as _;
-use std::path::Path;
 use std::sync::Arc;
 
 use limb_common::chunk::{CHUNK_BYTES, CHUNK_BYTES_U64, Position, value_of};
@@ -17,7 +15,7 @@ use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
 use super::disk::{
-    Directories, Disk, DiskError, Seen, Step, look, look_at_open, open_beneath, open_in, open_root,
+    Directories, Disk, DiskError, Seen, Step, look, look_at_open, open_beneath, open_in,
 };
 use super::effect::{After, Effect, Intent, Where};
 use super::entry::{Acks, Chunk, ChunkName, Entry, Item, Op, Refusal};
@@ -25,7 +23,7 @@ use super::execute::{Executor, Overlay};
 use super::names::ResultPath;
 use super::part::{Grown, Part, Stored};
 use super::plan::Planner;
-use super::table::{self, FileState, OutputRow};
+use super::table::{self, FileState};
 use super::{AttemptId, EventSink, ResultEvent, ResultsError};
 use crate::database::Database;
 
@@ -57,31 +55,6 @@ pub(super) struct Output {
 }
 
 impl Output {
-    fn open(row: OutputRow, disk: &Disk) -> Result<Self, ResultsError> {
-        let path = Path::new(std::ffi::OsStr::from_bytes(&row.dest));
-        let failed = |source| ResultsError::Destination { path: path.to_owned(), source };
-        let root = open_root(path).map_err(failed)?;
-        match disk.make_directory(root.as_fd(), LIMB_DIRECTORY, 0o700) {
-            Ok(()) | Err(DiskError::Os(Errno::EEXIST)) => {}
-            Err(DiskError::Os(errno)) => return Err(failed(errno)),
-            Err(DiskError::Stopped) => return Err(ResultsError::Stopped),
-        }
-        let limb = Arc::new(open_beneath(&root, LIMB_DIRECTORY).map_err(failed)?);
-        Ok(Self {
-            number: row.output,
-            dest: row.dest,
-            root,
-            limb,
-            lower: row.lower,
-            quota_bytes: row.quota_bytes,
-            quota_inodes: row.quota_inodes,
-            used_bytes: 0,
-            used_names: 0,
-            part_bytes: 0,
-            part_count: 0,
-        })
-    }
-
     /// Would this many more names be too many?
     pub(super) fn names_full(&self, more: u64) -> bool {
         self.quota_inodes.is_some_and(|quota| self.used_names + self.part_count + more > quota)
@@ -102,17 +75,17 @@ pub(super) struct Writer {
     pub(super) id: AttemptId,
     pub(super) database: Database,
     pub(super) disk: Disk,
-    events: Arc<EventSink>,
+    pub(super) events: Arc<EventSink>,
     pub(super) outputs: BTreeMap<u32, Output>,
     pub(super) files: HashMap<(u32, u64), Part>,
-    applied: u64,
-    pending: VecDeque<Pending>,
-    unsynced: Vec<ChunkName>,
-    unsynced_bytes: u64,
+    pub(super) applied: u64,
+    pub(super) pending: VecDeque<Pending>,
+    pub(super) unsynced: Vec<ChunkName>,
+    pub(super) unsynced_bytes: u64,
 }
 
 /// An entry that waits for its batch.
-enum Pending {
+pub(super) enum Pending {
     /// Its effect is known: the part was made at once, so that chunks can follow.
     Ready(Intent),
     Entry(Entry),
@@ -150,43 +123,6 @@ impl Pending {
 }
 
 impl Writer {
-    /// Reads the attempt as it stands and finishes what an earlier life began.
-    pub(super) fn load(
-        database: &Database,
-        disk: &Disk,
-        events: &Arc<EventSink>,
-        id: &AttemptId,
-    ) -> Result<Self, ResultsError> {
-        let wanted = id.clone();
-        let (state, rows) = database.read_blocking(move |db| {
-            Ok::<_, ResultsError>((table::attempt(db, &wanted)?, table::outputs(db, &wanted)?))
-        })?;
-        let (applied, ended) = state.ok_or(ResultsError::UnknownAttempt)?;
-        if ended {
-            return Err(ResultsError::Ended);
-        }
-        let mut outputs = BTreeMap::new();
-        for row in rows {
-            outputs.insert(row.output, Output::open(row, disk)?);
-        }
-        let mut writer = Self {
-            id: id.clone(),
-            database: database.clone(),
-            disk: disk.clone(),
-            events: Arc::clone(events),
-            outputs,
-            files: HashMap::new(),
-            applied,
-            pending: VecDeque::new(),
-            unsynced: Vec::new(),
-            unsynced_bytes: 0,
-        };
-        writer.redo()?;
-        writer.load_files()?;
-        writer.load_usage()?;
-        Ok(writer)
-    }
-
     /// Where the journal stands, and everything that was refused so far.
     pub(super) fn standing(&mut self) -> Result<Acks, ResultsError> {
         let id = self.id.clone();
@@ -218,8 +154,8 @@ impl Writer {
 
     fn chunk(&mut self, chunk: &Chunk, acks: &mut Acks) -> Result<(), ResultsError> {
         let ChunkName { output, file, index, .. } = chunk.id;
-        if chunk.bytes.len() > CHUNK_BYTES || index >= MAX_INDEX {
-            return Err(ResultsError::Protocol("a chunk is too large or too far out"));
+        if chunk.bytes.is_empty() || chunk.bytes.len() > CHUNK_BYTES || index >= MAX_INDEX {
+            return Err(ResultsError::Protocol("a chunk is empty, too large or too far out"));
         }
         if value_of(Position::Subtree { index }, &chunk.bytes) != chunk.value {
             return Err(ResultsError::Protocol("a chunk does not have the hash that was sent with it"));
@@ -411,7 +347,7 @@ impl Writer {
     }
 
     /// Effects, directories, outcome. Also what recovery does with the intents it finds.
-    fn carry_out(&mut self, batch: &[Intent]) -> Result<Vec<Refusal>, ResultsError> {
+    pub(super) fn carry_out(&mut self, batch: &[Intent]) -> Result<Vec<Refusal>, ResultsError> {
         let mut executor = Executor {
             database: &self.database,
             disk: &self.disk,
@@ -536,7 +472,7 @@ impl Writer {
         }
     }
 
-    fn count_parts(&mut self) {
+    pub(super) fn count_parts(&mut self) {
         for output in self.outputs.values_mut() {
             (output.part_bytes, output.part_count) = (0, 0);
         }
@@ -562,72 +498,6 @@ impl Writer {
     /// A private name for what an entry prepares.
     pub(super) fn prepared_name(&self, seq: u64) -> Vec<u8> {
         format!("{}{seq}.new", self.prefix()).into_bytes()
-    }
-
-    fn redo(&mut self) -> Result<(), ResultsError> {
-        let id = self.id.clone();
-        let intents = self.database.read_blocking(move |db| table::intents(db, &id))?;
-        if !intents.is_empty() {
-            tracing::info!(count = intents.len(), "finishing results that an earlier life began");
-            self.carry_out(&intents)?;
-        }
-        Ok(())
-    }
-
-    fn load_files(&mut self) -> Result<(), ResultsError> {
-        let id = self.id.clone();
-        let rows = self.database.read_blocking(move |db| {
-            let mut rows = Vec::new();
-            for (output, file, state, path) in table::open_files(db, &id)? {
-                rows.push((output, file, state, path, table::name_of_file(db, &id, output, file)?));
-            }
-            Ok::<_, ResultsError>(rows)
-        })?;
-        for (output, file, state, path, name) in rows {
-            let part_name = self.part_name(output, file);
-            let Some(home) = self.outputs.get(&output) else { continue };
-            let mut part = match (state, &name) {
-                (FileState::InPlace, Some(name)) => {
-                    let place = Where::Visible(name.path.clone());
-                    let extent = home.find(&name.path).ok().flatten().map_or(0, |(_, _, seen)| seen.size);
-                    Part::new(place, name.what.ident, path, extent)
-                }
-                _ => {
-                    let flags = OFlag::O_RDWR | OFlag::O_CREAT;
-                    let opened = open_in(&home.limb, &part_name, flags).map_err(ResultsError::Disk)?;
-                    let seen = look_at_open(&opened).map_err(ResultsError::Disk)?;
-                    Part::new(Where::Private(part_name), seen.ident, path, seen.size)
-                }
-            };
-            if let (FileState::Grows, Some(name)) = (state, name) {
-                let (ident, size) = (name.what.ident, name.what.size);
-                part.grown = Some(Grown { path: name.path, ident, size, values: name.what.values });
-                self.cut_back(home, &part)?;
-            }
-            self.files.insert((output, file), part);
-        }
-        Ok(())
-    }
-
-    /// A visible file that grew past what was committed is cut back to it.
-    fn cut_back(&self, home: &Output, part: &Part) -> Result<(), ResultsError> {
-        let Some(grown) = &part.grown else { return Ok(()) };
-        let Ok(Some((parent, path, seen))) = home.find(&grown.path) else { return Ok(()) };
-        if seen.ident == grown.ident && seen.size > grown.size {
-            let file = open_in(&parent, path.name(), OFlag::O_RDWR).map_err(ResultsError::Disk)?;
-            self.disk.set_len(&file, grown.size)?;
-        }
-        Ok(())
-    }
-
-    fn load_usage(&mut self) -> Result<(), ResultsError> {
-        for output in self.outputs.values_mut() {
-            let (run, dest) = (self.id.run.clone(), output.dest.clone());
-            (output.used_bytes, output.used_names) =
-                self.database.read_blocking(move |db| table::used(db, &run, &dest))?;
-        }
-        self.count_parts();
-        Ok(())
     }
 }
 
