@@ -8,6 +8,7 @@ pub mod desk;
 #[cfg(test)]
 mod fake_desk;
 pub mod logs;
+pub mod results;
 
 use limb_common::identity::AgentIdentity;
 use tonic::{Request, Status};

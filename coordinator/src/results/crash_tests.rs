@@ -161,7 +161,7 @@ impl Script {
                 };
                 self.entry(op);
                 let first = content.len().min(CHUNK_BYTES);
-                self.send(1, &content[..first].to_vec());
+                self.send(1, &content[..first]);
                 self.publish(&path, &content, PublishKind::Final);
             }
             Act::Rename(from, to) => {

@@ -262,11 +262,11 @@ pub(super) fn file_state(
         .optional()?)
 }
 
-/// Files that are neither final nor abandoned: (output, file, state, path).
-pub(super) fn open_files(
-    db: &Connection,
-    id: &AttemptId,
-) -> Result<Vec<(u32, u64, FileState, Vec<u8>)>, ResultsError> {
+/// (output, file, state, path)
+type OpenFile = (u32, u64, FileState, Vec<u8>);
+
+/// Files that are neither final nor abandoned.
+pub(super) fn open_files(db: &Connection, id: &AttemptId) -> Result<Vec<OpenFile>, ResultsError> {
     let mut query = db.prepare_cached(
         "SELECT output, file, state, path FROM result_files
          WHERE run = ?1 AND attempt = ?2 AND state < 3 ORDER BY output, file",

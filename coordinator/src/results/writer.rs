@@ -14,9 +14,7 @@ use limb_common::clock;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
-use super::disk::{
-    Directories, Disk, DiskError, Seen, Step, look, look_at_open, open_beneath, open_in,
-};
+use super::disk::{Directories, Disk, DiskError, Seen, Step, look, look_at_open, open_beneath, open_in};
 use super::effect::{After, Effect, Intent, Where};
 use super::entry::{Acks, Chunk, ChunkName, Entry, Item, Op, Refusal};
 use super::execute::{Executor, Overlay};
