@@ -14,6 +14,7 @@ mod follow;
 mod job;
 mod json;
 mod lists;
+mod log;
 mod render;
 #[cfg(test)]
 mod render_tests;
@@ -113,7 +114,12 @@ async fn command(cli: &Cli, talk: &Talk, settings: Settings, edges: &Edges) -> R
         Command::Snapshot(args) => snapshot::snapshot(settings, talk, args).await,
         Command::Cost(args) => lists::cost(settings, talk, args).await,
         Command::Reap(args) => lists::reap(settings, talk, args).await,
-        Command::Serve(args) => Box::pin(serve::serve(settings, talk, args, edges)).await,
+        Command::Serve(args) => {
+            if !args.stop {
+                log::start(&settings.log)?;
+            }
+            Box::pin(serve::serve(settings, talk, args, edges)).await
+        }
         Command::Config(ConfigCommand::Show { json }) => lists::config_show(settings, *json),
         Command::Doctor(args) => doctor::doctor(settings, talk, args.json).await,
         Command::Completions { shell } => docs::completions(*shell),

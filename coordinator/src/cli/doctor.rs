@@ -59,7 +59,7 @@ impl Check {
 }
 
 pub(super) async fn doctor(settings: &Settings, talk: &Talk, as_json: bool) -> Result<ExitCode, Failure> {
-    let checks = vec![
+    let checks = [
         fuse_device(Path::new("/dev/fuse")),
         fusermount(nix::unistd::geteuid().is_root(), find_program("fusermount3")),
         user_namespaces(nix::unistd::geteuid().is_root()),

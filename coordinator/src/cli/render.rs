@@ -187,7 +187,7 @@ pub(super) fn runs(runs: &[RunInfo], now_unix_ms: u64) -> String {
             clean(&run.provider),
             duration(end.saturating_sub(run.submitted_unix_ms)),
             money(run.cost_micros),
-            outcome.map_or_else(|| "-".to_owned(), |outcome| outcome_words(outcome)),
+            outcome.map_or_else(|| "-".to_owned(), outcome_words),
         ]
     });
     table(&["RUN", "NAME", "ATTEMPT", "PHASE", "ON", "AGE", "COST", "OUTCOME"], rows, &[2, 5, 6])
