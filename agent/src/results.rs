@@ -16,9 +16,6 @@ pub mod outbox;
 pub mod output;
 pub mod tree;
 
-#[cfg(test)]
-mod tests;
-
 pub use budget::Budget;
 pub use outbox::{Op, Outbox, OutboxSettings, PublishKind, Refusal};
 pub use output::{Change, ChangeKind, Output, OutputSettings};

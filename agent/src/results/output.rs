@@ -26,6 +26,9 @@ use crate::fetch::{ChunkAddress, ChunkSource, FetchError, Priority};
 /// How often pauses of writers are looked for; a quarter of the pause that counts.
 const SETTLE_EVERY: Duration = Duration::from_millis(50);
 
+/// Closes of an ended job arrive within milliseconds.
+const RELEASED_EVERY: Duration = Duration::from_millis(2);
+
 pub struct OutputSettings {
     pub tree: TreeSettings,
     pub durability: Durability,
@@ -324,6 +327,17 @@ impl Output {
             }
             (None, _) | (_, Durability::None) => Ok(()),
         }
+    }
+
+    /// Waits until no file is open for writing: the kernel tells of the last close of an ended
+    /// job some time after it has ended. False when `limit` passed first.
+    pub async fn released(&self, limit: Duration) -> bool {
+        let gone = async {
+            while self.tree().is_being_written() {
+                tokio::time::sleep(RELEASED_EVERY).await;
+            }
+        };
+        tokio::time::timeout(limit, gone).await.is_ok()
     }
 
     /// The kill fence: what is released from now on and was not whole before stays private.

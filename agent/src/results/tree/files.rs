@@ -178,6 +178,12 @@ impl Tree {
         self.handles.get(&handle).is_some_and(|handle| handle.mode.write)
     }
 
+    /// Whether any handle may still write.
+    #[must_use]
+    pub fn is_being_written(&self) -> bool {
+        self.handles.values().any(|handle| handle.mode.write)
+    }
+
     /// The last descriptor of a handle was closed.
     pub fn release(&mut self, handle: u64) -> Result<(), Errno> {
         let Handle { inode, mode } = self.handles.remove(&handle).ok_or(Errno::EBADF)?;
@@ -187,11 +193,12 @@ impl Tree {
             file.writers = file.writers.saturating_sub(1);
         }
         let last_writer = mode.write && file.writers == 0;
-        if file.writers == 0 {
-            file.appending = true;
-        }
         if last_writer && self.names.path(inode).is_some() {
             self.end_life(inode);
+        }
+        if last_writer && let Ok(file) = self.names.file_mut(inode) {
+            // The next writers decide anew.
+            file.appending = true;
         }
         self.collect(inode);
         Ok(())

@@ -1,0 +1,380 @@
+//! Real programs on the writable mount, over a home that checks every hash.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+#[path = "support/fake_results.rs"]
+mod fake_results;
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read as _, Seek as _, Write as _};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use fake_results::{FakeHome, Seen};
+use limb_agent::link::results::Uplink;
+use limb_agent::mount::session::{MountOptions, MountSession};
+use limb_agent::mount::write::WriteFs;
+use limb_agent::results::outbox::{Outbox, OutboxSettings};
+use limb_agent::results::output::{Output, OutputSettings, Settling};
+use limb_agent::results::tree::TreeSettings;
+use limb_common::assignment::{Durability, OutputNumber};
+use limb_common::id::LeaseEpoch;
+use tokio_util::sync::CancellationToken;
+
+/// Fields are dropped in this order: the mount before what answers it.
+struct Rig {
+    session: MountSession,
+    home: FakeHome,
+    outbox: Arc<Outbox>,
+    output: Arc<Output>,
+    _settling: Settling,
+    _uplink: Uplink,
+    directory: tempfile::TempDir,
+    runtime: Option<tokio::runtime::Runtime>,
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        self.home.0.held.send_replace(false);
+        self.home.0.stalled.send_replace(false);
+        self.session.unmount().unwrap();
+        self.runtime.take().unwrap().shutdown_background();
+    }
+}
+
+const WIDE: OutboxSettings = OutboxSettings { dirty_bytes: 256 << 20, clean_bytes: 4 << 20 };
+
+fn rig(test: &str, limits: OutboxSettings, durability: Durability) -> Option<Rig> {
+    if !Path::new("/dev/fuse").exists() || !nix::unistd::geteuid().is_root() {
+        println!("SKIPPED {test}: needs root and /dev/fuse");
+        eprintln!("SKIPPED {test}: needs root and /dev/fuse");
+        return None;
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let home = FakeHome::new();
+    let stop = CancellationToken::new();
+    let outbox = Outbox::new(limits, Box::new(|refusal| eprintln!("{refusal:?}")), stop.clone());
+    let output = Output::new(OutputSettings {
+        tree: TreeSettings {
+            output: OutputNumber(1),
+            lower: None,
+            owner: (0, 0),
+            quota_bytes: None,
+            quota_inodes: None,
+            outbox: Some(Arc::clone(&outbox)),
+        },
+        durability,
+        lower_set: None,
+        source: Arc::new(home.clone()),
+        stop: stop.clone(),
+    });
+    let (settling, uplink) = runtime.block_on(async {
+        let channels = home.serve().await;
+        (output.start(), Uplink::start(Arc::clone(&outbox), channels, LeaseEpoch(1)))
+    });
+    let directory = tempfile::tempdir().unwrap();
+    let fs = WriteFs::new(Arc::clone(&output), runtime.handle().clone());
+    let options = MountOptions {
+        path: directory.path().to_owned(),
+        read_only: false,
+        name: "results-test".to_owned(),
+        stop,
+    };
+    let session = MountSession::mount(fs, options).unwrap();
+    Some(Rig {
+        session,
+        home,
+        outbox,
+        output,
+        _settling: settling,
+        _uplink: uplink,
+        directory,
+        runtime: Some(runtime),
+    })
+}
+
+impl Rig {
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn shell(&self, script: &str) {
+        let out = Command::new("timeout")
+            .args(["100", "bash", "-euo", "pipefail", "-c", script])
+            .current_dir(self.directory.path())
+            .stdin(Stdio::null())
+            .output()
+            .unwrap();
+        assert!(out.status.success(), "{script}\n{}", String::from_utf8_lossy(&out.stderr));
+    }
+
+    /// Everything is home, and home is what the mount shows.
+    fn check_home(&self) {
+        let runtime = self.runtime.as_ref().unwrap();
+        // The kernel tells of a last close some time after close(2).
+        assert!(runtime.block_on(self.output.released(Duration::from_secs(10))));
+        let report = runtime.block_on(self.outbox.drain(Duration::from_secs(60)));
+        assert!(report.complete, "{report:?}");
+        let (visible, modes) = {
+            let shelf = self.home.0.shelf.lock().unwrap();
+            assert_eq!(shelf.offences, Vec::<String>::new());
+            (shelf.visible.clone(), shelf.modes.clone())
+        };
+        let mut count = 0;
+        self.compare(self.directory.path(), (&visible, &modes), &mut count);
+        assert_eq!(count, visible.len(), "home has more than the mount");
+    }
+
+    fn compare(&self, under: &Path, home: (&Visible, &Modes), count: &mut usize) {
+        for entry in fs::read_dir(under).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.strip_prefix(self.directory.path()).unwrap().to_str().unwrap();
+            let kind = fs::symlink_metadata(&path).unwrap().file_type();
+            *count += 1;
+            match home.0.get(name.as_bytes()) {
+                Some(Seen::Directory) if kind.is_dir() => self.compare(&path, home, count),
+                Some(Seen::Symlink(_)) if kind.is_symlink() => {}
+                Some(Seen::File(bytes)) if kind.is_file() => {
+                    assert!(fs::read(&path).unwrap() == **bytes, "{name} differs");
+                    let mode = fs::metadata(&path).unwrap().mode() & 0o7777;
+                    assert_eq!(home.1[name.as_bytes()], mode, "mode of {name}");
+                }
+                other => panic!("{name}: at home: {}", other.is_some()),
+            }
+        }
+    }
+}
+
+type Visible = BTreeMap<Vec<u8>, Seen>;
+type Modes = BTreeMap<Vec<u8>, u32>;
+
+fn noise(seed: u64, len: usize) -> Vec<u8> {
+    let mut out = vec![0; len];
+    blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof().fill(&mut out);
+    out
+}
+
+/// Waits for something about the machine, bounded.
+fn wait_for(what: &str, mut holds: impl FnMut() -> bool) {
+    for _ in 0..4000 {
+        if holds() {
+            return;
+        }
+        std::thread::park_timeout(Duration::from_millis(5));
+    }
+    panic!("never came: {what}");
+}
+
+#[test]
+fn programs_that_copy_trees() {
+    let Some(rig) = rig("programs_that_copy_trees", WIDE, Durability::Fsync) else { return };
+    let source = tempfile::tempdir().unwrap();
+    let make = "mkdir -p s/sub/deep; head -c 3000000 /dev/urandom > s/big; echo hi > s/sub/small; \
+                : > s/empty; ln -s small s/sub/link; chmod 751 s/sub/small; truncate -s 5M s/sparse";
+    let done = Command::new("bash").args(["-ec", make]).current_dir(source.path()).status().unwrap();
+    assert!(done.success());
+    let from = source.path().join("s");
+    let from = from.display();
+    rig.shell(&format!("cp -a {from} copied; diff -r {from} copied"));
+    rig.shell(&format!("mkdir t; tar -C {from} -cf - . | tar -C t -xf -; diff -r {from} t"));
+    rig.shell(&format!("if command -v rsync; then rsync -a {from}/ r/; diff -r {from} r; fi"));
+    rig.check_home();
+}
+
+#[test]
+fn git_clones_into_it() {
+    let Some(rig) = rig("git_clones_into_it", WIDE, Durability::None) else { return };
+    let source = tempfile::tempdir().unwrap();
+    let make = "git init -q -b main r; cd r; echo one > a; mkdir d; echo two > d/b; git add .; \
+                git -c user.name=n -c user.email=e@x commit -qm first";
+    let done = Command::new("bash").args(["-ec", make]).current_dir(source.path()).status().unwrap();
+    assert!(done.success());
+    rig.shell(&format!(
+        "git clone -q --no-hardlinks {}/r c; cd c; git status --porcelain; git fsck",
+        source.path().display()
+    ));
+    rig.shell("cd c; echo more >> a; git -c user.name=n -c user.email=e@x commit -qam second; git log --oneline | wc -l | grep -q 2");
+    rig.check_home();
+}
+
+#[test]
+fn sqlite_keeps_a_database_there() {
+    let Some(rig) = rig("sqlite_keeps_a_database_there", WIDE, Durability::Fsync) else { return };
+    let script = "import sqlite3\nd=sqlite3.connect('db')\nd.execute('create table t(x)')\n\
+                  for n in range(20):\n  d.execute('insert into t values(?)',(n,)); d.commit()\n\
+                  assert d.execute('select count(*) from t').fetchone()==(20,)\nd.close()\n";
+    rig.shell(&format!("python3 - <<'END'\n{script}END"));
+    rig.check_home();
+}
+
+#[test]
+fn a_save_by_temporary_file_and_rename_shows_only_whole_files() {
+    let Some(rig) = rig("a_save_by_temporary_file", WIDE, Durability::Fsync) else { return };
+    let mut old = None;
+    for round in 0..3_u64 {
+        let bytes = noise(round, 3 * 1024 * 1024 + 11);
+        let mut file = File::create(rig.path("m.tmp")).unwrap();
+        file.set_len(bytes.len() as u64).unwrap();
+        for part in bytes.chunks(700_000) {
+            file.write_all(part).unwrap();
+        }
+        drop(file);
+        fs::rename(rig.path("m.tmp"), rig.path("m")).unwrap();
+        if let Some((mut open, was)) = old.take() {
+            let (open, was): (&mut File, Vec<u8>) = (&mut open, was);
+            let mut got = Vec::new();
+            open.rewind().unwrap();
+            open.read_to_end(&mut got).unwrap();
+            assert!(got == was, "the replaced file changed under its reader");
+        }
+        old = Some((File::open(rig.path("m")).unwrap(), bytes));
+    }
+    rig.check_home();
+    assert_eq!(*rig.home.file("m").unwrap(), noise(2, 3 * 1024 * 1024 + 11));
+}
+
+#[test]
+fn a_shared_mapping_is_written_and_synced() {
+    let Some(rig) = rig("a_shared_mapping", WIDE, Durability::Fsync) else { return };
+    let script = "import mmap\nf=open('m','w+b'); f.truncate(3000000)\nm=mmap.mmap(f.fileno(),0)\n\
+                  m[0:5]=b'hello'; m[2999990:2999995]=b'there'; m.flush()\nm[5:6]=b'!'\nm.close(); f.close()\n\
+                  b=open('m','rb').read(); assert b[:6]==b'hello!' and b[2999990:2999995]==b'there'\n";
+    rig.shell(&format!("python3 - <<'END'\n{script}END"));
+    // The last dirty page comes before the release that publishes.
+    rig.home.wait_until("the mapping's bytes", |shelf| {
+        matches!(shelf.visible.get(&b"m"[..]), Some(Seen::File(bytes)) if bytes.starts_with(b"hello!"))
+    });
+    rig.check_home();
+}
+
+#[test]
+fn a_log_grows_at_home_while_it_is_open() {
+    let Some(rig) = rig("a_log_grows", WIDE, Durability::Fsync) else { return };
+    let mut log = OpenOptions::new().append(true).create(true).open(rig.path("log")).unwrap();
+    let mut written = Vec::new();
+    for round in 0..3 {
+        let line = format!("line {round}\n");
+        log.write_all(line.as_bytes()).unwrap();
+        written.extend_from_slice(line.as_bytes());
+        rig.home.wait_until(
+            "growth",
+            |shelf| matches!(shelf.visible.get(&b"log"[..]), Some(Seen::File(bytes)) if **bytes == written),
+        );
+    }
+    drop(log);
+    rig.check_home();
+}
+
+#[test]
+fn four_appenders_lose_nothing() {
+    let Some(rig) = rig("four_appenders", WIDE, Durability::Fsync) else { return };
+    rig.shell("for w in 1 2 3 4; do (for n in $(seq 200); do echo $w-$n; done >> all) & done; wait; test $(sort -u all | wc -l) = 800");
+    rig.check_home();
+}
+
+#[test]
+fn a_forked_child_that_closes_what_it_inherited_publishes_nothing() {
+    for durability in [Durability::Fsync, Durability::Close] {
+        let Some(rig) = rig("a_forked_child", WIDE, durability) else { return };
+        let mut file = File::create(rig.path("half")).unwrap();
+        file.write_all(&noise(3, 2_000_000)).unwrap();
+        let flags = nix::fcntl::FdFlag::empty();
+        nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_SETFD(flags)).unwrap();
+        let fd = file.as_raw_fd();
+        let child = Command::new("bash").args(["-c", &format!("exec {fd}>&-; exit 0")]).status().unwrap();
+        assert!(child.success());
+        // Something later arrives, so whatever the child caused would have arrived too.
+        File::create(rig.path("later")).unwrap().sync_all().unwrap();
+        rig.home.wait_until("the later file", |shelf| shelf.visible.contains_key(&b"later"[..]));
+        assert!(rig.home.file("half").is_none(), "{durability:?}");
+        drop(file);
+        rig.home.wait_until("the file", |shelf| shelf.visible.contains_key(&b"half"[..]));
+        rig.check_home();
+    }
+}
+
+#[test]
+fn overwriting_and_unlinking_while_open() {
+    let Some(rig) = rig("overwriting_and_unlinking", WIDE, Durability::Fsync) else { return };
+    for round in 0..20 {
+        fs::write(rig.path("same"), noise(round, 1_500_000)).unwrap();
+    }
+    let mut file = OpenOptions::new().read(true).write(true).create_new(true).open(rig.path("gone")).unwrap();
+    file.write_all(b"still here").unwrap();
+    fs::remove_file(rig.path("gone")).unwrap();
+    file.write_all_at(b"STILL", 0).unwrap();
+    let mut got = String::new();
+    file.rewind().unwrap();
+    file.read_to_string(&mut got).unwrap();
+    assert_eq!((got.as_str(), file.metadata().unwrap().nlink()), ("STILL here", 0));
+    drop(file);
+    rig.check_home();
+    assert_eq!(*rig.home.file("same").unwrap(), noise(19, 1_500_000));
+}
+
+#[test]
+fn fsync_returns_only_after_home_has_said_durable() {
+    let Some(rig) = rig("fsync_returns", WIDE, Durability::Fsync) else { return };
+    rig.home.0.held.send_replace(true);
+    let mut file = File::create(rig.path("f")).unwrap();
+    file.write_all(b"important").unwrap();
+    let done = Arc::new(AtomicBool::new(false));
+    let told = Arc::clone(&done);
+    let syncing = std::thread::spawn(move || {
+        file.sync_all().unwrap();
+        told.store(true, Ordering::SeqCst);
+    });
+    rig.home.wait_until("the content at home", |shelf| shelf.visible.contains_key(&b"f"[..]));
+    assert!(!done.load(Ordering::SeqCst), "fsync returned before the acknowledgement");
+    assert!(!syncing.is_finished());
+    rig.home.0.held.send_replace(false);
+    syncing.join().unwrap();
+    assert_eq!(*rig.home.file("f").unwrap(), b"important");
+}
+
+#[test]
+fn a_full_budget_blocks_the_writer_and_nobody_else() {
+    let limits = OutboxSettings { dirty_bytes: 4 << 20, clean_bytes: 1 << 20 };
+    let Some(rig) = rig("a_full_budget", limits, Durability::Fsync) else { return };
+    rig.home.0.held.send_replace(true);
+    let path = rig.path("big");
+    let bytes = noise(8, 12 << 20);
+    let data = bytes.clone();
+    let writer = std::thread::spawn(move || {
+        let mut file = File::create(path).unwrap();
+        for part in data.chunks(1 << 20) {
+            file.write_all(part).unwrap();
+        }
+    });
+    wait_for("a full budget", || rig.outbox.budget().is_over());
+    for _ in 0..20 {
+        fs::metadata(rig.path("big")).unwrap();
+        fs::read_dir(rig.directory.path()).unwrap().count();
+    }
+    assert!(!writer.is_finished());
+    assert!(rig.outbox.budget().used_bytes() <= 5 << 20);
+    rig.home.0.held.send_replace(false);
+    writer.join().unwrap();
+    rig.check_home();
+    assert!(fs::read(rig.path("big")).unwrap() == bytes);
+}
+
+#[test]
+fn the_fence_keeps_half_written_files_private() {
+    let Some(rig) = rig("the_fence", WIDE, Durability::Fsync) else { return };
+    let mut half = File::create(rig.path("half")).unwrap();
+    half.write_all(&noise(4, 1_200_000)).unwrap();
+    fs::write(rig.path("whole"), b"whole").unwrap();
+    rig.home.wait_until("the whole file", |shelf| shelf.visible.contains_key(&b"whole"[..]));
+    rig.output.fence();
+    drop(half);
+    rig.home.wait_until("the partial file", |shelf| shelf.partial.contains_key(&b"half"[..]));
+    let shelf = rig.home.0.shelf.lock().unwrap();
+    assert!(!shelf.visible.contains_key(&b"half"[..]));
+    assert_eq!(shelf.partial[&b"half"[..]], noise(4, 1_200_000));
+}
