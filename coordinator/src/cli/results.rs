@@ -99,7 +99,9 @@ fn get(
     to: &Path,
     as_json: bool,
 ) -> Result<ExitCode, Failure> {
-    let chosen: Vec<&ResultFile> = files.iter().filter(|file| is_wanted(file, only)).collect();
+    // Directories are made as they are needed; links stay at home: they may point anywhere.
+    let (chosen, left): (Vec<&ResultFile>, Vec<&ResultFile>) =
+        files.iter().filter(|file| is_wanted(file, only)).partition(|file| !file.b3sum.is_empty());
     if chosen.is_empty() {
         return Err(Failure::refused(match only {
             Some(path) => anyhow::anyhow!(
@@ -116,6 +118,9 @@ fn get(
         copy(file, &target).map_err(|error| Failure::new(LimbExit::DataNotHome, error))?;
         bytes += file.size;
         copied.push(json!({ "path": target.to_string_lossy(), "size": file.size, "b3sum": file.b3sum }));
+    }
+    if !left.is_empty() {
+        talk.say(&format!("not copied: {} directories and links, which have no hash", left.len()));
     }
     talk.say(&format!("copied: {} files, {}, each equal to its hash", copied.len(), show_bytes(bytes)));
     if as_json {
@@ -236,6 +241,18 @@ mod tests {
         }
         let fine = file(Path::new("/d"), "a/b", b"");
         assert_eq!(target(Path::new("/to"), &fine, true).unwrap(), Path::new("/to/ckpt/a/b"));
+    }
+
+    #[test]
+    fn what_has_no_hash_is_not_copied() {
+        let dir = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink("/etc/passwd", dir.path().join("link")).unwrap();
+        fs::write(dir.path().join("a"), "x").unwrap();
+        let link = ResultFile { b3sum: String::new(), ..file(dir.path(), "link", b"") };
+        let talk = Talk { quiet: true, verbose: false, terminal: false, colour: false };
+        let to = dir.path().join("to");
+        get(&talk, &[link, file(dir.path(), "a", b"x")], None, &to, false).unwrap();
+        assert_eq!(fs::read_dir(&to).unwrap().count(), 1);
     }
 
     #[test]
