@@ -418,3 +418,35 @@ fn one_of_everything_survives_a_stop() {
         run_all(&acts, group, stride);
     }
 }
+
+/// What was never published is kept under its name once, wherever the end of the attempt stops.
+#[tokio::test]
+async fn the_end_of_an_attempt_survives_a_stop_before_every_step() {
+    let content = bytes(500, 1);
+    for steps in 0.. {
+        let (dir, events) = (fast_dir(), Arc::new(Mutex::new(Vec::new())));
+        let id = AttemptId { run: RunId::random(), attempt: AttemptNumber(1) };
+        let mut script = Script::default();
+        script.create("d/unfinished");
+        script.send(1, &content);
+        {
+            let home = open_home(dir.path(), &events, Arc::new(GoOn));
+            home.begin(&id, vec![begin(&dir.path().join("dest"))]).await.unwrap();
+            let (journal, _) = home.open_journal(id.clone()).await.unwrap();
+            journal.feed(script.items, true).await.unwrap();
+        }
+        let stopped = {
+            let home = open_home(dir.path(), &events, Countdown::new(steps));
+            home.finish(&id).await.is_err()
+        };
+        let home = open_home(dir.path(), &events, Arc::new(GoOn));
+        home.recover().await.unwrap();
+        let finished = home.finish(&id).await.unwrap();
+        assert_eq!(finished.partials.len(), 1, "stopped before step {steps}");
+        let expected = BTreeMap::from([("d/unfinished.partial".to_owned(), content.clone())]);
+        assert_eq!(tree(&dir.path().join("dest")), expected, "stopped before step {steps}");
+        if !stopped {
+            return;
+        }
+    }
+}

@@ -23,7 +23,8 @@ impl Output {
         let failed = |source| ResultsError::Destination { path: path.clone(), source };
         let root = open_root(&path).map_err(failed)?;
         match disk.make_directory(root.as_fd(), LIMB_DIRECTORY, 0o700) {
-            Ok(()) | Err(DiskError::Os(Errno::EEXIST)) => {}
+            Ok(()) => disk.sync(&root)?,
+            Err(DiskError::Os(Errno::EEXIST)) => {}
             Err(DiskError::Os(errno)) => return Err(failed(errno)),
             Err(DiskError::Stopped) => return Err(ResultsError::Stopped),
         }
@@ -40,6 +41,7 @@ impl Output {
             used_names: 0,
             part_bytes: 0,
             part_count: 0,
+            new_parts: false,
         })
     }
 }

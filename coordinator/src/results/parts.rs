@@ -65,6 +65,7 @@ impl Writer {
         if let Some(home) = self.outputs.get_mut(&number) {
             home.part_bytes += part.extent;
             home.part_count += 1;
+            home.new_parts = true;
         }
         self.files.insert((number, file), part);
         Ok(Effect::Created { file, path: path.to_vec() })

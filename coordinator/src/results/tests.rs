@@ -509,3 +509,30 @@ async fn a_full_disk_refuses_and_the_old_version_stays() {
     assert!(acks.chunks_refused.iter().any(|(_, errno)| *errno == Errno::ENOSPC as i32), "{acks:?}");
     assert_eq!((first, refused, kept, drop_it, again), (0, Errno::ENOSPC as i32, true, 0, 0));
 }
+
+/// 65 MiB without clones: the part itself takes the name until its last close.
+#[tokio::test]
+async fn a_large_open_file_is_shown_in_place_and_settles_at_its_close() {
+    let mut bench = Bench::new().await;
+    let mut content = vec![7; 65 * CHUNK_BYTES + 3];
+    for (file, path) in [(1, "closed"), (2, "cut")] {
+        content[0] = 7;
+        let mut items = vec![bench.entry(created(file, path))];
+        items.extend(chunks(file, 1, &content));
+        items.push(bench.entry(published(file, path, &content, PublishKind::Snapshot)));
+        assert_eq!(bench.feed(items).await.refused, vec![]);
+        assert!(bench.read(path) == content);
+        content[0] = 8;
+        bench.feed(vec![chunk(file, 0, 2, &content[..CHUNK_BYTES])]).await;
+    }
+    assert_eq!(bench.apply(published(1, "closed", &content, PublishKind::Final)).await, 0);
+    assert!(bench.read("closed") == content);
+    // The other one was never closed: what stands under its name is not what was published.
+    let finished = bench.home.finish(&bench.id).await.unwrap();
+    assert_eq!(finished.files, 1 + u64::from(bench.dest.join("cut").exists()));
+    if !bench.dest.join("cut").exists() {
+        assert!(finished.partials[0].ends_with("cut.partial"), "{finished:?}");
+    }
+    assert_eq!(bench.home.verify(&bench.id.run).await.unwrap().problems, vec![]);
+    assert!(!tree(&bench.dest).keys().any(|name| name.contains("owner")));
+}

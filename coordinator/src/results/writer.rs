@@ -50,6 +50,8 @@ pub(super) struct Output {
     /// In parts that are not published yet.
     pub(super) part_bytes: u64,
     pub(super) part_count: u64,
+    /// Parts were made whose names in `.limb` are not durable yet.
+    pub(super) new_parts: bool,
 }
 
 impl Output {
@@ -219,6 +221,11 @@ impl Writer {
                 Err(DiskError::Os(errno)) => drop(failed.insert(key, errno)),
                 Err(DiskError::Stopped) => return Err(ResultsError::Stopped),
             }
+        }
+        for home in self.outputs.values_mut().filter(|home| home.new_parts) {
+            // Bytes without a name would be lost with the power all the same.
+            self.disk.sync(&home.limb)?;
+            home.new_parts = false;
         }
         self.unsynced_bytes = 0;
         for name in std::mem::take(&mut self.unsynced) {
