@@ -239,6 +239,33 @@ fn a_save_by_temporary_file_and_rename_shows_only_whole_files() {
 }
 
 #[test]
+fn what_only_home_has_is_read_back_and_outlives_its_name() {
+    let limits = OutboxSettings { dirty_bytes: 64 << 20, clean_bytes: 0 };
+    let Some(rig) = rig("what_only_home_has", limits, Durability::Fsync) else { return };
+    let bytes = noise(6, 5_000_000);
+    fs::write(rig.path("old"), &bytes).unwrap();
+    rig.check_home();
+    let mut open = File::open(rig.path("old")).unwrap();
+    let mut edit = OpenOptions::new().write(true).open(rig.path("old")).unwrap();
+    edit.seek(std::io::SeekFrom::Start(2_000_000)).unwrap();
+    edit.write_all(b"edited").unwrap();
+    drop(edit);
+    rig.check_home();
+    let mut wanted = bytes.clone();
+    wanted[2_000_000..2_000_006].copy_from_slice(b"edited");
+    assert!(*rig.home.file("old").unwrap() == wanted);
+    fs::write(rig.path("new"), b"new").unwrap();
+    fs::rename(rig.path("new"), rig.path("old")).unwrap();
+    rig.check_home();
+    // Not from the kernel's memory: from ours.
+    let forget = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
+    nix::fcntl::posix_fadvise(&open, 0, 0, forget).unwrap();
+    let mut got = Vec::new();
+    open.read_to_end(&mut got).unwrap();
+    assert!(got == wanted, "the replaced file is not what it was");
+}
+
+#[test]
 fn a_shared_mapping_is_written_and_synced() {
     let Some(rig) = rig("a_shared_mapping", WIDE, Durability::Fsync) else { return };
     let script = "import mmap\nf=open('m','w+b'); f.truncate(3000000)\nm=mmap.mmap(f.fileno(),0)\n\

@@ -238,7 +238,13 @@ impl Filesystem for WriteFs {
     }
 
     fn unlink(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        send_empty(reply, self.output.tree().unlink(parent.0, name.as_bytes()));
+        if let Some(done) = self.output.unlink_now(parent.0, name.as_bytes()) {
+            return send_empty(reply, done);
+        }
+        let (output, name) = (Arc::clone(&self.output), name.as_bytes().to_vec());
+        self.later("results-unlink", async move {
+            send_empty(reply, output.unlink(parent.0, &name).await);
+        });
     }
 
     fn rmdir(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
@@ -266,7 +272,15 @@ impl Filesystem for WriteFs {
         }
         let no_replace = flags.contains(RenameFlags::RENAME_NOREPLACE);
         let (from, to) = ((parent.0, name.as_bytes()), (newparent.0, newname.as_bytes()));
-        send_empty(reply, self.output.tree().rename(from, to, no_replace));
+        if let Some(done) = self.output.rename_now(from, to, no_replace) {
+            return send_empty(reply, done);
+        }
+        let output = Arc::clone(&self.output);
+        let (name, newname) = (name.as_bytes().to_vec(), newname.as_bytes().to_vec());
+        self.later("results-rename", async move {
+            let (from, to) = ((parent.0, name.as_slice()), (newparent.0, newname.as_slice()));
+            send_empty(reply, output.rename(from, to, no_replace).await);
+        });
     }
 
     fn link(&self, _req: &Request, ino: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
@@ -347,6 +361,7 @@ impl Filesystem for WriteFs {
     }
 
     fn flush(&self, req: &Request, ino: INodeNo, fh: FileHandle, _owner: LockOwner, reply: ReplyEmpty) {
+        self.output.tree().flushed(fh.0);
         if self.output.durability() != Durability::Close {
             return send_empty(reply, self.output.sticky(ino.0));
         }

@@ -177,6 +177,23 @@ impl Content {
         wanted.into_iter().filter_map(|index| self.missing(index)).collect()
     }
 
+    /// What only home has: it will not keep it once the file has lost its name there.
+    pub(crate) fn missing_for_pin(&self) -> Vec<Missing> {
+        let sealed = self.slots.iter().filter(|(_, slot)| matches!(slot, Slot::Sealed(_)));
+        sealed.filter_map(|(index, _)| self.missing(*index)).collect()
+    }
+
+    /// Keeps what is in memory there for as long as the file is.
+    pub(crate) fn pin(&mut self) {
+        for (index, slot) in &self.slots {
+            if let Slot::Sealed(chunk) = slot
+                && let Some(bytes) = chunk.bytes()
+            {
+                self.loaded.insert(*index, bytes);
+            }
+        }
+    }
+
     /// Takes fetched bytes, if the slot is still the one that they were fetched for.
     pub(crate) fn install(&mut self, missing: &Missing, bytes: Bytes) {
         let same = match (self.slots.get(&missing.index), &missing.from) {

@@ -40,6 +40,8 @@ pub(crate) struct File {
     pub(crate) changed: bool,
     pub(crate) opens: u32,
     pub(crate) writers: u32,
+    /// A descriptor was closed after the last write: the release may be on its way.
+    pub(crate) flushed: bool,
     /// Each writer so far opened it with O_APPEND.
     pub(crate) appending: bool,
     pub(crate) last_write: std::time::Duration,
@@ -87,6 +89,7 @@ impl File {
             changed: false,
             opens: 0,
             writers: 0,
+            flushed: false,
             appending: true,
             last_write: zero,
             last_grown: zero,

@@ -26,6 +26,12 @@ use crate::fetch::{ChunkAddress, ChunkSource, FetchError, Priority};
 /// How often pauses of writers are looked for; a quarter of the pause that counts.
 const SETTLE_EVERY: Duration = Duration::from_millis(50);
 
+/// A name in a directory.
+pub type Place<'a> = (u64, &'a [u8]);
+
+/// How long a rename waits for a release that close(2) has announced. The kernel queues it before
+/// the rename, so this passes only when another process has the file open too.
+const CLOSING_LIMIT: Duration = Duration::from_millis(20);
 /// Closes of an ended job arrive within milliseconds.
 const RELEASED_EVERY: Duration = Duration::from_millis(2);
 
@@ -327,6 +333,50 @@ impl Output {
             }
             (None, _) | (_, Durability::None) => Ok(()),
         }
+    }
+
+    /// Removes a name if that needs no waiting.
+    pub fn unlink_now(&self, parent: u64, name: &[u8]) -> Option<Result<(), Errno>> {
+        let mut tree = self.tree();
+        tree.pin_open(parent, name).is_none().then(|| tree.unlink(parent, name))
+    }
+
+    /// Removes a name; who has the file open goes on reading it.
+    ///
+    /// # Errors
+    /// The errno that the caller gets.
+    pub async fn unlink(&self, parent: u64, name: &[u8]) -> Result<(), Errno> {
+        self.pin(parent, name).await?;
+        self.tree().unlink(parent, name)
+    }
+
+    /// Renames if that needs no waiting.
+    pub fn rename_now(&self, from: Place<'_>, to: Place<'_>, no_replace: bool) -> Option<Result<(), Errno>> {
+        let mut tree = self.tree();
+        let waits = tree.is_closing(from.0, from.1) || tree.pin_open(to.0, to.1).is_some();
+        (!waits).then(|| tree.rename(from, to, no_replace))
+    }
+
+    /// Renames; who has the replaced file open goes on reading it.
+    ///
+    /// # Errors
+    /// The errno that the caller gets.
+    pub async fn rename(&self, from: Place<'_>, to: Place<'_>, no_replace: bool) -> Result<(), Errno> {
+        let released = async {
+            while self.tree().is_closing(from.0, from.1) {
+                tokio::time::sleep(RELEASED_EVERY).await;
+            }
+        };
+        // Still open elsewhere, perhaps: then it is published as it is now, by a copy at home.
+        let _in_time: Result<(), _> = tokio::time::timeout(CLOSING_LIMIT, released).await;
+        self.pin(to.0, to.1).await?;
+        self.tree().rename(from, to, no_replace)
+    }
+
+    async fn pin(&self, parent: u64, name: &[u8]) -> Result<(), Errno> {
+        let missing = self.tree().pin_open(parent, name);
+        let Some((inode, missing)) = missing else { return Ok(()) };
+        self.load(inode, missing).await
     }
 
     /// Waits until no file is open for writing: the kernel tells of the last close of an ended

@@ -8,6 +8,9 @@ use crate::results::content::{Missing, Piece};
 use crate::results::namespace::Kind;
 use crate::results::outbox::PublishKind;
 
+/// A larger file that loses its name while it is open is readable as far as it is in memory.
+const MAX_PINNED_BYTES: u64 = 2 << 30;
+
 impl Tree {
     /// Opens a file that exists. Truncating needs no old bytes, so this never waits.
     pub fn open(&mut self, inode: u64, mode: OpenMode) -> Result<u64, Errno> {
@@ -99,6 +102,7 @@ impl Tree {
         node.mode &= 0o1777;
         if let Kind::File(file) = &mut node.kind {
             file.changed = true;
+            file.flushed = false;
             file.last_write = now;
         }
         self.unsettled.insert(inode);
@@ -176,6 +180,39 @@ impl Tree {
     #[must_use]
     pub fn is_writer(&self, handle: u64) -> bool {
         self.handles.get(&handle).is_some_and(|handle| handle.mode.write)
+    }
+
+    /// A descriptor of a writer was closed.
+    pub fn flushed(&mut self, handle: u64) {
+        let inode = self.handles.get(&handle).filter(|handle| handle.mode.write).map(|handle| handle.inode);
+        if let Some(inode) = inode
+            && let Ok(file) = self.names.file_mut(inode)
+        {
+            file.flushed = true;
+        }
+    }
+
+    /// Whether the file under this name was closed and its release is still to come: a rename
+    /// that waits for it saves home a copy.
+    pub(crate) fn is_closing(&mut self, parent: u64, name: &[u8]) -> bool {
+        let found = self.names.find(parent, name).ok().flatten();
+        found
+            .and_then(|inode| self.names.file(inode).ok())
+            .is_some_and(|file| file.writers > 0 && file.flushed && file.content.upload.is_some())
+    }
+
+    /// What has to be fetched before the file under this name loses it, because somebody has it
+    /// open; what is in memory is kept there from now on.
+    pub(crate) fn pin_open(&mut self, parent: u64, name: &[u8]) -> Option<(u64, Vec<Missing>)> {
+        let inode = self.names.find(parent, name).ok().flatten()?;
+        let node = self.names.node_mut(inode).ok()?;
+        let last = node.names.len() == 1;
+        let Kind::File(file) = &mut node.kind else { return None };
+        if !last || file.opens == 0 || file.content.size > MAX_PINNED_BYTES {
+            return None;
+        }
+        file.content.pin();
+        Some((inode, file.content.missing_for_pin())).filter(|(_, missing)| !missing.is_empty())
     }
 
     /// Whether any handle may still write.
