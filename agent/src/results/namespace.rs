@@ -102,14 +102,14 @@ impl Namespace {
         let next_inode = lower.as_ref().map_or(ROOT, Manifest::inode_count) + 1;
         let mut this = Self { nodes: HashMap::new(), lower, next_inode, owner };
         let root = Kind::Directory(Directory::default());
-        let node = this.lower.as_ref().and_then(|lower| this.from_lower(lower, Inode(ROOT)));
+        let node = this.lower.as_ref().and_then(|lower| this.lower_node(lower, Inode(ROOT)));
         let mut node = node.unwrap_or_else(|| new_node(root, 0o755, owner, now_ns));
         node.names.insert((ROOT, Vec::new()));
         this.nodes.insert(ROOT, node);
         this
     }
 
-    fn from_lower(&self, lower: &Manifest, inode: Inode) -> Option<Node> {
+    fn lower_node(&self, lower: &Manifest, inode: Inode) -> Option<Node> {
         let node = lower.node(inode)?;
         let kind = match node.kind {
             NodeKind::Directory => {
@@ -137,7 +137,7 @@ impl Namespace {
         let Some(node) = lower.node(from) else { return };
         for (name, child) in node.children() {
             if !self.nodes.contains_key(&child.0)
-                && let Some(made) = self.from_lower(&lower, child)
+                && let Some(made) = self.lower_node(&lower, child)
             {
                 self.nodes.insert(child.0, made);
             }

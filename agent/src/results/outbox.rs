@@ -316,15 +316,16 @@ impl Outbox {
         if seq > log.last_seq || seq <= log.durable_seq {
             return;
         }
-        let (before, mut published) = (log.durable_seq, 0);
+        let mut published = 0;
         for item in &log.items {
-            if let Item::Entry { seq: at, output, inode, op } = item
-                && *at > before
-                && *at <= seq
-                && matches!(**op, Op::Published(_))
-                && !log.errors.contains_key(&(*output, *inode))
-            {
-                published += 1;
+            match item {
+                Item::Entry { seq: at, .. } if *at > seq => break,
+                Item::Entry { seq: at, output, inode, op } => {
+                    let refused = log.errors.contains_key(&(*output, *inode));
+                    let news = *at > log.durable_seq && matches!(**op, Op::Published(_));
+                    published += u64::from(news && !refused);
+                }
+                Item::Chunk(_) => {}
             }
         }
         log.files_published += published;
