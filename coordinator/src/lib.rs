@@ -1,5 +1,6 @@
 //! Home: the coordinator and the command line that talks to it.
 
+pub mod ca;
 pub mod cli;
 pub mod database;
 pub mod env_names;

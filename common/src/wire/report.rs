@@ -10,7 +10,9 @@ use crate::report::{BoxEvent, DrainReport, EndedBy, JobEnd, JobStep, Report};
 
 /// Most names in a drain report; the rest is counted by the last entry.
 const MAX_NAMES: usize = 1000;
-/// Longest text of one name or notice, in bytes.
+/// Longest name in bytes: both lists together stay under the limit of a message.
+const MAX_NAME_BYTES: usize = 1024;
+/// Longest other text in bytes.
 const MAX_TEXT_BYTES: usize = 4096;
 
 impl From<&Report> for v1::ReportRequest {
@@ -123,7 +125,7 @@ impl From<v1::ResultsDrained> for DrainReport {
 }
 
 fn capped_names(names: &[String]) -> Vec<String> {
-    let mut kept: Vec<_> = names.iter().take(MAX_NAMES).map(|name| capped(name)).collect();
+    let mut kept: Vec<_> = names.iter().take(MAX_NAMES).map(|name| capped_to(name, MAX_NAME_BYTES)).collect();
     if names.len() > MAX_NAMES {
         kept.push(format!("… and {} more", names.len() - MAX_NAMES));
     }
@@ -131,7 +133,11 @@ fn capped_names(names: &[String]) -> Vec<String> {
 }
 
 fn capped(text: &str) -> String {
-    text[..text.floor_char_boundary(MAX_TEXT_BYTES)].to_owned()
+    capped_to(text, MAX_TEXT_BYTES)
+}
+
+fn capped_to(text: &str, bytes: usize) -> String {
+    text[..text.floor_char_boundary(bytes)].to_owned()
 }
 
 #[cfg(test)]
