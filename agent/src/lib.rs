@@ -5,6 +5,7 @@
 
 pub mod fetch;
 pub mod job;
+pub mod leash;
 pub mod link;
 pub mod logs;
 pub mod mount;
