@@ -12,6 +12,7 @@
 //! before every outward effect, since a stopped process wakes with its timers late.
 //! Never: the async runtime, tonic, or anything that may panic.
 
+use std::os::fd::AsFd as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
@@ -22,7 +23,6 @@ use limb_common::lease::LeaseOver;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
-use std::os::fd::AsFd as _;
 
 /// The thread looks at least this often, whatever its timer says.
 const TICK: u16 = 100;
@@ -197,12 +197,13 @@ fn watch(shared: &Shared, timer: &TimerFd) {
         }
         if deadline != UNARMED {
             // The timer is for punctuality only; the tick bounds what its failure could do.
-            drop(timer.set(
+            let _unset: nix::Result<()> = timer.set(
                 Expiration::OneShot(TimeSpec::from_duration(Duration::from_nanos(deadline))),
                 TimerSetTimeFlags::TFD_TIMER_ABSTIME,
-            ));
+            );
         }
-        drop(poll(&mut [PollFd::new(timer.as_fd(), PollFlags::POLLIN)], PollTimeout::from(TICK)));
+        let mut watched = [PollFd::new(timer.as_fd(), PollFlags::POLLIN)];
+        let _woken: nix::Result<i32> = poll(&mut watched, PollTimeout::from(TICK));
     }
     let reason = *shared.reason.lock().unwrap_or_else(PoisonError::into_inner);
     tracing::error!(reason, "the lease is over: destroying everything here");
@@ -234,7 +235,7 @@ fn run_stage(shared: &Shared, stage: Stage) {
                 work();
             }
             // Nobody listens any more when this was too late.
-            drop(done.send(name));
+            let _too_late = done.send(name).is_err();
         };
         match thread::Builder::new().name("destroy".to_owned()).spawn(run) {
             Ok(_) => waiting += 1,
