@@ -4,9 +4,11 @@
 //! It listens on nothing and holds no credential but its own short-lived certificate.
 
 pub mod fetch;
+pub mod host;
 pub mod job;
 pub mod leash;
 pub mod link;
 pub mod logs;
 pub mod mount;
 pub mod results;
+pub mod run;

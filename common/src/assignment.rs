@@ -13,6 +13,10 @@ pub struct SetNumber(pub u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct OutputNumber(pub u32);
 
+/// The path of the output that the job does not see: the agent puts into it what the job left
+/// changed in its workdir. Its home is `workdir.changes/`.
+pub const WORKDIR_CHANGES: &[u8] = b"/workdir.changes";
+
 #[derive(Clone, Debug)]
 pub struct Assignment {
     pub run: RunId,

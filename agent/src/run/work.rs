@@ -1,0 +1,273 @@
+//! The job from its start to its end, with home's orders in between:
+//!
+//! ```text
+//!   start ─▶ setup ─▶ run ─▶ ended ─▶ drained ─▶ (Die)
+//!              │       │        Stop: fence ─▶ SIGTERM ─▶ grace ─▶ abort mounts, kill
+//!              └───────┴─────── Die:  abort mounts, kill
+//! ```
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use limb_common::assignment::{Assignment, Order};
+use limb_common::error::chain;
+use limb_common::report::{BoxEvent, DrainReport, EndedBy, JobEnd, JobStep};
+use limb_common::task::{self, Task};
+use tokio::sync::watch;
+
+use super::place::{Builder, Mounts, Place};
+use crate::job::{JobError, JobSpec, Limits, RunningJob, Workdir, base_env, changes, this_program};
+use crate::leash::Stage;
+use crate::link::channels::Channels;
+use crate::link::control::Reporter;
+use crate::link::logs::send_logs;
+use crate::logs::{LogBuffer, LogLimits, capture};
+use crate::results::Output;
+
+/// The end of a job that nobody stopped may take as long as its bytes need; home's limits bound
+/// it with a Stop.
+const UNHURRIED: Duration = Duration::from_secs(365 * 86_400);
+/// A shell's code for a program that cannot be executed.
+const CANNOT_RUN: i32 = 126;
+
+/// What ended a wait for the job.
+enum Interruption {
+    Stop { grace: Duration, drain: Duration },
+    Die,
+}
+
+/// Waits for an order that ends the job.
+async fn ordered_to_end(orders: &mut watch::Receiver<Order>) -> Interruption {
+    loop {
+        match orders.borrow_and_update().clone() {
+            Order::Run => {}
+            Order::Stop { grace, drain, reason } => {
+                tracing::info!(reason, "home ordered a stop");
+                return Interruption::Stop { grace, drain };
+            }
+            Order::Die { reason } => {
+                tracing::info!(reason, "home ordered the end");
+                return Interruption::Die;
+            }
+        }
+        if orders.changed().await.is_err() {
+            // The link's tasks have ended; the leash ends the rest.
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+/// Waits for any order that ends the job, leaving it to be seen again.
+pub(super) async fn ordered_to_end_early(orders: &watch::Receiver<Order>) {
+    let _order = ordered_to_end(&mut orders.clone()).await;
+}
+
+/// Waits until home orders this box to die.
+pub(super) async fn ordered_to_die(orders: &mut watch::Receiver<Order>) {
+    let died = orders.wait_for(|order| matches!(order, Order::Die { .. })).await.is_ok();
+    if !died {
+        std::future::pending::<()>().await;
+    }
+}
+
+/// A job that was put into its place.
+pub(super) struct Started {
+    job: Arc<RunningJob>,
+    logs: Arc<LogBuffer>,
+    _sending: Task<bool>,
+    /// The workdir where the kernel refused an overlay.
+    ready_workdir: Option<Arc<Output>>,
+}
+
+pub(super) async fn start(
+    builder: &Builder<'_>,
+    place: &Place,
+    assignment: &Assignment,
+) -> Result<Started, JobError> {
+    let private_dir = builder.private_dir;
+    let view_error = |error: std::io::Error| JobError::View(error.to_string());
+    let spec = |workdir| {
+        let view = place.view(private_dir, workdir).map_err(view_error)?;
+        Ok::<_, JobError>(job_spec(assignment, view))
+    };
+    let mut ready_workdir = None;
+    let mut job = match RunningJob::start(spec(place.layered_workdir())?).await {
+        Err(JobError::OverlayRefused(why)) => {
+            tracing::info!(why, "no overlay here; the workdir is a mount of our own");
+            let (output, source) =
+                builder.ready_workdir(place).map_err(|error| JobError::View(chain(&error)))?;
+            ready_workdir = Some(output);
+            RunningJob::start(spec(Workdir::Ready { source })?).await?
+        }
+        other => other?,
+    };
+    let switch = job.kill_switch();
+    builder.link.leash().register(Stage::KillJob, "job", move || switch.fire());
+    let logs = LogBuffer::new(private_dir, LogLimits::default());
+    if let Some(output) = job.take_output() {
+        capture(output, Arc::clone(&logs)).map(drop).map_err(JobError::Helper)?;
+    }
+    let channels: Arc<dyn Channels> = Arc::clone(builder.link) as _;
+    let sending = task::spawn("logs", send_logs(channels, Arc::clone(&logs)));
+    Ok(Started { job: Arc::new(job), logs, _sending: sending, ready_workdir })
+}
+
+fn job_spec(assignment: &Assignment, view: crate::job::View) -> JobSpec {
+    let mut env = base_env(&view);
+    env.extend(assignment.env.iter().cloned());
+    JobSpec {
+        setup: (!assignment.setup.is_empty()).then(|| assignment.setup.clone()),
+        command: assignment.command.clone(),
+        env,
+        secrets: assignment.secrets.clone(),
+        cwd: None,
+        view,
+        limits: Limits::default(),
+        init_program: this_program(),
+    }
+}
+
+impl Started {
+    /// Waits for the job's end or brings it about; reports what happens on the way. Gives the
+    /// end and how long the drain may take.
+    pub(super) async fn until_ended(
+        &self,
+        place: &Place,
+        mounts: &Mounts,
+        orders: &mut watch::Receiver<Order>,
+        reporter: &Reporter,
+        has_setup: bool,
+    ) -> (JobEnd, Option<Duration>) {
+        let _starts = self.report_starts(reporter, has_setup);
+        let interruption = tokio::select! {
+            end = self.job.wait() => return (end, None),
+            interruption = ordered_to_end(orders) => interruption,
+        };
+        // From here on what is not whole stays private.
+        for output in &place.outputs {
+            output.fence();
+        }
+        let drain = match interruption {
+            Interruption::Stop { grace, drain } => {
+                self.job.terminate();
+                let died = tokio::select! {
+                    ended = tokio::time::timeout(grace, self.job.wait()) => ended.is_err(),
+                    () = ordered_to_die(orders) => true,
+                };
+                if died {
+                    self.kill(mounts).await;
+                }
+                drain
+            }
+            Interruption::Die => {
+                self.job.terminate();
+                self.kill(mounts).await;
+                Duration::ZERO
+            }
+        };
+        (self.job.wait().await, Some(drain))
+    }
+
+    async fn kill(&self, mounts: &Mounts) {
+        if let Err(error) = self.job.kill(|| mounts.abort()).await {
+            tracing::error!(%error, "the job could not be killed");
+        }
+    }
+
+    fn report_starts(&self, reporter: &Reporter, has_setup: bool) -> Task<()> {
+        let (job, reporter) = (Arc::clone(&self.job), reporter.clone());
+        task::spawn("job starts", async move {
+            if has_setup && job.started(JobStep::Setup).await {
+                reporter.report(BoxEvent::SetupStarted).await;
+            }
+            if job.started(JobStep::Run).await {
+                reporter.report(BoxEvent::JobStarted).await;
+            }
+        })
+    }
+
+    /// Brings home what is left: partial files are named, workdir changes kept up to the cap,
+    /// results and logs drained.
+    pub(super) async fn drain(
+        &self,
+        place: &Place,
+        assignment: &Assignment,
+        orders: &mut watch::Receiver<Order>,
+        bound: Option<Duration>,
+    ) -> DrainReport {
+        let left = self.keep_changes(place, assignment.workdir_changes_cap_bytes).await;
+        for output in &place.outputs {
+            output.abandon_open();
+        }
+        let mut report = match bound {
+            Some(bound) => place.outbox.drain(bound).await,
+            None => tokio::select! {
+                drained = place.outbox.drain(UNHURRIED) => drained,
+                interruption = ordered_to_end(orders) => match interruption {
+                    Interruption::Stop { drain, .. } => place.outbox.drain(drain).await,
+                    Interruption::Die => place.outbox.drain(Duration::ZERO).await,
+                },
+            },
+        };
+        let log_bytes_left = match bound {
+            Some(bound) => self.logs.flush(bound).await,
+            None => tokio::select! {
+                left = self.logs.flush(UNHURRIED) => left,
+                interruption = ordered_to_end(orders) => match interruption {
+                    Interruption::Stop { drain, .. } => self.logs.flush(drain).await,
+                    Interruption::Die => self.logs.flush(Duration::ZERO).await,
+                },
+            },
+        };
+        if log_bytes_left > 0 {
+            report.complete = false;
+            report.unsaved.push(format!("the last {log_bytes_left} bytes of the job's log"));
+        }
+        report.workdir_changes_left = left;
+        report
+    }
+
+    /// Copies changed workdir files into their output; names what was not kept.
+    async fn keep_changes(&self, place: &Place, cap_bytes: u64) -> Vec<String> {
+        if let Some(output) = &self.ready_workdir {
+            return output
+                .changes()
+                .iter()
+                .map(|change| String::from_utf8_lossy(&change.path).into_owned())
+                .collect();
+        }
+        let upper = place.layer.upper();
+        let (lower, to) = (place.workdir_lower.clone(), place.changes_to.clone());
+        let kept =
+            tokio::task::spawn_blocking(move || keep_in(&upper, lower.as_deref(), to.as_deref(), cap_bytes));
+        match kept.await {
+            Ok(Ok(left)) => left,
+            Ok(Err(error)) => vec![format!("the workdir's changes could not be listed: {error}")],
+            Err(_) => vec!["the workdir's changes could not be listed".to_owned()],
+        }
+    }
+}
+
+fn keep_in(
+    upper: &Path,
+    lower: Option<&Path>,
+    to: Option<&Path>,
+    cap_bytes: u64,
+) -> std::io::Result<Vec<String>> {
+    let found = changes::changes(upper, lower)?;
+    match to {
+        Some(to) => Ok(changes::keep(&found, upper, to, cap_bytes).left),
+        None => Ok(found.iter().map(|change| change.path.display().to_string()).collect()),
+    }
+}
+
+/// The end of a job that never began.
+pub(super) fn never_began(why: String) -> JobEnd {
+    JobEnd {
+        step: JobStep::Run,
+        how: EndedBy::CouldNotStart { code: CANNOT_RUN, why },
+        oom_killed: false,
+        stopped: false,
+    }
+}
