@@ -8,6 +8,7 @@ use limb_proto::v1::ShutdownRequest;
 use super::args::ServeArgs;
 use super::client;
 use super::talk::{Failure, Talk};
+use crate::serve::{ServeError, ServeOptions, supervise};
 use crate::settings::Settings;
 
 pub(super) async fn stop(settings: &Settings, talk: &Talk, args: &ServeArgs) -> Result<ExitCode, Failure> {
@@ -30,23 +31,34 @@ pub(super) async fn stop(settings: &Settings, talk: &Talk, args: &ServeArgs) -> 
     Ok(ExitCode::SUCCESS)
 }
 
-/// What differs between `limb` and a test's program.
-#[derive(Debug, Default)]
-pub struct Edges;
+pub use crate::serve::Edges;
 
 pub(super) async fn serve(
     settings: &Settings,
     talk: &Talk,
     args: &ServeArgs,
-    _edges: &Edges,
+    edges: &Edges,
 ) -> Result<ExitCode, Failure> {
     if args.stop {
         return stop(settings, talk, args).await;
     }
-    Err(Failure::new(LimbExit::NoCoordinator, anyhow::anyhow!("this build has no coordinator yet")))
+    if args.supervise {
+        supervise::supervise(settings).await.map_err(Failure::internal)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let options = ServeOptions {
+        supervised_by: args.supervised_by.clone(),
+        ends_when_idle: args.idle_exit,
+        ..ServeOptions::default()
+    };
+    match Box::pin(crate::serve::serve(settings.clone(), options, edges)).await {
+        Ok(()) => Ok(ExitCode::SUCCESS),
+        Err(error @ ServeError::AlreadyRunning { .. }) => Err(Failure::new(LimbExit::AlreadyRunning, error)),
+        Err(error) => Err(Failure::internal(error)),
+    }
 }
 
-#[expect(clippy::unused_async, reason = "starts one as soon as there is one")]
-pub(super) async fn ensure_running(_settings: &Settings) -> Result<client::Owner, Failure> {
-    Err(Failure::new(LimbExit::NoCoordinator, anyhow::anyhow!("this build has no coordinator yet")))
+/// Starts a coordinator where none answers, and waits until it does.
+pub(super) async fn ensure_running(settings: &Settings) -> Result<client::Owner, Failure> {
+    supervise::ensure_running(settings).await.map_err(|error| Failure::new(LimbExit::NoCoordinator, error))
 }

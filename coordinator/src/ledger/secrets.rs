@@ -15,6 +15,9 @@ use limb_common::secret::Secret;
 
 use super::LedgerError;
 
+/// A variable's name and its value.
+pub type NamedSecret = (Vec<u8>, Secret<Vec<u8>>);
+
 /// Where the files are.
 #[derive(Clone, Debug)]
 pub struct SecretStore {
@@ -58,7 +61,7 @@ impl SecretStore {
 
     /// # Errors
     /// The file system's, or a file that is not ours.
-    pub fn load(&self, run: &RunId) -> Result<Vec<(Vec<u8>, Secret<Vec<u8>>)>, LedgerError> {
+    pub fn load(&self, run: &RunId) -> Result<Vec<NamedSecret>, LedgerError> {
         let bytes = match std::fs::read(self.path(run)) {
             Ok(bytes) => Secret::new(bytes),
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
@@ -80,7 +83,7 @@ impl SecretStore {
     }
 }
 
-fn parse(mut rest: &[u8]) -> Option<Vec<(Vec<u8>, Secret<Vec<u8>>)>> {
+fn parse(mut rest: &[u8]) -> Option<Vec<NamedSecret>> {
     let mut found = Vec::new();
     while !rest.is_empty() {
         let end = rest.iter().position(|byte| *byte == 0)?;

@@ -42,7 +42,7 @@ async fn a_box_is_listed_ended_whole_and_removed() {
     assert!(local.list().await.unwrap().is_empty());
     let made = local.create(request("lb-one")).await.unwrap();
     let listed = local.list().await.unwrap();
-    assert_eq!(listed, [made.clone()]);
+    assert_eq!(listed, std::slice::from_ref(&made));
     assert_eq!(listed[0].attempt().unwrap().1, AttemptNumber(1));
     // The same intent again cannot make a second box.
     assert_eq!(local.create(request("lb-one")).await.unwrap_err().class, ErrorClass::Ambiguous);
