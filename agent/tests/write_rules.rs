@@ -4,8 +4,8 @@
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a test that is skipped says so")]
 
 use std::ffi::CString;
-use std::fs::{self, File, OpenOptions, Permissions};
-use std::io;
+use std::fs::{self, File, Permissions};
+use std::io::{self, Write as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
@@ -235,23 +235,39 @@ fn locks_hold_between_the_processes_of_the_box() {
 fn durability_none_waits_for_nobody() {
     let Some(mount) = mounted("durability_none_waits_for_nobody", Durability::None) else { return };
     fs::write(mount.path("f"), "x").unwrap();
-    OpenOptions::new().write(true).open(mount.path("f")).unwrap().sync_all().unwrap();
+    File::options().write(true).open(mount.path("f")).unwrap().sync_all().unwrap();
     File::open(mount.directory.path()).unwrap().sync_all().unwrap();
 }
 
-/// Home is gone and the lease ends: an fsync that waited for it fails, it never pretends.
-#[test]
-fn an_fsync_that_home_never_answered_fails_when_the_box_ends() {
-    let Some(mount) = mounted("an_fsync_that_home_never_answered", Durability::Fsync) else { return };
-    let path = mount.path("f");
-    fs::write(&path, "x").unwrap();
+/// Home is gone and the lease ends: what waited for it fails, it never pretends.
+fn fails_when_the_box_ends(
+    mount: &Mount,
+    waits: impl FnOnce(File) -> Option<Errno> + Send + 'static,
+) -> Option<Errno> {
+    let mut file = File::create(mount.path("f")).unwrap();
+    file.write_all(b"x").unwrap();
     let (begins, began) = std::sync::mpsc::channel();
     let waiting = std::thread::spawn(move || {
-        let file = OpenOptions::new().write(true).open(path).unwrap();
         begins.send(()).unwrap();
-        file.sync_all()
+        waits(file)
     });
     began.recv().unwrap();
     mount.stop.cancel();
-    assert_eq!(code(waiting.join().unwrap()), Some(Errno::EIO));
+    waiting.join().unwrap()
+}
+
+#[test]
+fn an_fsync_that_home_never_answered_fails_when_the_box_ends() {
+    let Some(mount) = mounted("an_fsync_that_home_never_answered", Durability::Fsync) else { return };
+    assert_eq!(fails_when_the_box_ends(&mount, |file| code(file.sync_all())), Some(Errno::EIO));
+}
+
+#[test]
+fn close_waits_for_home_only_where_that_was_chosen() {
+    let close = |file: File| called(nix::unistd::close(file).map_or(-1, |()| 0));
+    let Some(mount) = mounted("close_waits_for_home", Durability::Close) else { return };
+    assert_eq!(fails_when_the_box_ends(&mount, close), Some(Errno::EIO));
+    drop(mount);
+    let Some(mount) = mounted("close_waits_for_home", Durability::Fsync) else { return };
+    assert_eq!(fails_when_the_box_ends(&mount, close), None);
 }

@@ -333,6 +333,29 @@ async fn a_file_that_grows_is_always_a_prefix_and_keeps_its_inode() {
     assert_eq!(bench.home.verify(&bench.id.run).await.unwrap().problems, vec![]);
 }
 
+/// The one exception to "whole": too large to copy at each fsync, where there are no clones.
+#[tokio::test]
+async fn a_large_file_synced_while_it_is_written_is_shown_in_place_until_its_last_close() {
+    if !Path::new("/dev/shm").is_dir() {
+        return;
+    }
+    let mut bench = Bench::new().await;
+    let mut content = bytes(65 * CHUNK_BYTES, 1);
+    let mut items = vec![bench.entry(created(1, "big"))];
+    items.extend(chunks(1, 1, &content));
+    items.push(bench.entry(published(1, "big", &content, PublishKind::Snapshot)));
+    assert!(bench.feed(items).await.refused.is_empty());
+    assert!(bench.read("big") == content);
+    content[5] ^= 1;
+    bench.feed(vec![chunk(1, 0, 2, &content[..CHUNK_BYTES])]).await;
+    assert!(bench.read("big") == content, "the write shows before anything was published");
+    // Nobody resumes from what may be torn.
+    assert_eq!(bench.home.lower(&bench.dest).await.unwrap().left_out, ["big"]);
+    assert_eq!(bench.apply(published(1, "big", &content, PublishKind::Final)).await, 0);
+    let verified = bench.home.verify(&bench.id.run).await.unwrap();
+    assert_eq!((verified.files, verified.problems), (1, vec![]));
+}
+
 #[tokio::test]
 async fn an_edit_in_place_starts_from_what_was_published() {
     let mut bench = Bench::new().await;
