@@ -92,10 +92,14 @@ pub(super) fn of_report(report: &Report) -> (&'static str, String, String) {
         BoxEvent::ResultsDrained(drain) => (
             "results-drained",
             format!(
-                "{} files, {} sent{}",
+                "{} files, {} sent{}{}",
                 drain.files_published,
                 show_bytes(drain.bytes_sent),
-                if drain.complete { "" } else { "; not everything could be saved" }
+                if drain.complete { "" } else { "; not everything could be saved" },
+                match drain.workdir_changes_left.len() {
+                    0 => String::new(),
+                    left => format!("; {left} changed workdir files were not kept"),
+                }
             ),
             with(serde_json::json!({
                 "complete": drain.complete,

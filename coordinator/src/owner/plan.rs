@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use limb_common::assignment::{Durability, WORKDIR_CHANGES};
 use limb_common::class::{self, DataClass};
 use limb_common::jobfile::{BoundEnv, Command, JobFile, Links, RetryEvent, Source};
 use limb_common::units::Micros;
@@ -239,7 +240,9 @@ pub(super) fn millis(duration: std::time::Duration) -> u64 {
 
 impl Frozen {
     /// What the ledger keeps.
-    pub(super) fn spec(&self) -> RunSpec {
+    /// What the job leaves changed in its workdir comes home below `changes_home`, one directory
+    /// per run.
+    pub(super) fn spec(&self, changes_home: &Path) -> RunSpec {
         use std::os::unix::ffi::OsStrExt as _;
         let Draft { job, bound, provider, offer, .. } = &self.draft;
         let row = |set: u32, path: &[u8], snapshot: &Snapshot| SetRow {
@@ -254,6 +257,23 @@ impl Frozen {
             Command::Script(script) => (Some(script.clone()), Vec::new()),
             Command::Argv(argv) => (None, argv.clone()),
         };
+        let mut outputs: Vec<OutputRow> = (0..)
+            .zip(&job.outputs)
+            .map(|(number, output)| OutputRow {
+                output: number,
+                path: output.path.clone(),
+                dest: output.dest.as_path().to_owned(),
+                durability: durability_word(output.durability).to_owned(),
+            })
+            .collect();
+        if self.workdir.is_some() {
+            outputs.push(OutputRow {
+                output: outputs.len().try_into().unwrap_or(u32::MAX),
+                path: Path::new(std::ffi::OsStr::from_bytes(WORKDIR_CHANGES)).to_owned(),
+                dest: changes_home.join("{run}"),
+                durability: durability_word(Durability::None).to_owned(),
+            });
+        }
         let retries = |event| job.retry.on_events.contains(&event);
         RunSpec {
             name: job.name.clone(),
@@ -267,15 +287,7 @@ impl Frozen {
                 .map(|((set, snapshot), mount)| row(set, mount.path.as_os_str().as_bytes(), snapshot))
                 .collect(),
             workdir: self.workdir.as_ref().map(|snapshot| row(0, b"", snapshot)),
-            outputs: (0..)
-                .zip(&job.outputs)
-                .map(|(number, output)| OutputRow {
-                    output: number,
-                    path: output.path.clone(),
-                    dest: output.dest.as_path().to_owned(),
-                    durability: durability_word(output.durability).to_owned(),
-                })
-                .collect(),
+            outputs,
             env: bound.env.clone(),
             setup: job.setup.clone(),
             script,

@@ -56,7 +56,7 @@ impl OwnerService {
         }
         let frozen = self.freeze(draft, &progress(replies.clone())).await?;
         frozen.check_budget()?;
-        let spec = frozen.spec();
+        let spec = frozen.spec(&self.data.changes_home());
         let run = RunId::random();
         let dests = spec.outputs.iter().map(|output| output.dest_of(&spec.name, &run, 1)).collect();
         self.lifecycle.claim(&run, dests).await?;

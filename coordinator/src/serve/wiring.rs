@@ -46,6 +46,7 @@ pub struct Data {
     results: ResultsHome,
     logs: Logs,
     notes: mpsc::Sender<Note>,
+    state_dir: Arc<std::path::Path>,
     _noting: Arc<Task<()>>,
 }
 
@@ -91,12 +92,18 @@ impl Data {
             results,
             logs: Logs::with_quota(&settings.state_dir, settings.log_quota_bytes),
             notes,
+            state_dir: settings.state_dir.as_path().into(),
             _noting: Arc::new(noting),
         })
     }
 
     pub(crate) fn snapshots(&self) -> &Snapshots {
         &self.snapshots
+    }
+
+    /// Where the changes that jobs leave in their workdirs come home.
+    pub(crate) fn changes_home(&self) -> PathBuf {
+        self.state_dir.join("workdir.changes")
     }
 
     pub(crate) fn results(&self) -> &ResultsHome {
@@ -169,7 +176,12 @@ impl Outputs for Data {
 
     fn unlock(&self, run: &RunId) -> OutputsFuture<()> {
         let (this, run) = (self.clone(), run.clone());
-        Box::pin(async move { Ok(this.results.unlock_dests(&run).await?) })
+        Box::pin(async move {
+            this.results.unlock_dests(&run).await?;
+            // Most jobs change nothing: an empty directory says nothing. One with files stays.
+            drop(std::fs::remove_dir(this.changes_home().join(run.as_str())));
+            Ok(())
+        })
     }
 }
 
