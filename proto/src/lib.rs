@@ -30,3 +30,17 @@ macro_rules! redacted {
     )*};
 }
 redacted!(EnvVar, EnvPair, EnrolRequest);
+
+#[cfg(test)]
+mod tests {
+    use prost::Message as _;
+
+    use super::v1::{BeatReply, BeatRequest};
+
+    #[test]
+    fn the_widest_beat_fits_into_64_bytes_each_way() {
+        let request = BeatRequest { epoch: u64::MAX, seq: u64::MAX, lease_remaining_ms: u64::MAX };
+        assert!(request.encoded_len() <= 64);
+        assert!(BeatReply { renewed: true, ttl_ms: u64::MAX }.encoded_len() <= 64);
+    }
+}

@@ -37,6 +37,9 @@ const PREFACE_TIMEOUT: Duration = Duration::from_secs(5);
 const ENROL_CONNECTION_LIFE: Duration = Duration::from_secs(30);
 /// How often a connection asks whether it may go on.
 const LIVENESS_INTERVAL: Duration = Duration::from_secs(1);
+/// What the connection of an ended attempt still gets: its next call is told `refused`, which ends
+/// the agent at once. A silent cut would let it try until its lease is over.
+const REFUSAL_TIME: Duration = Duration::from_secs(5);
 /// Handshakes at once. Each ends within [`HANDSHAKE_TIMEOUT`], so silent connections delay a
 /// legitimate one by that long at most.
 const MAX_HANDSHAKES: usize = 256;
@@ -138,6 +141,7 @@ impl Gate {
             peer,
             opened: clock::boottime(),
             has_spoken: false,
+            ended: None,
             liveness: tokio::time::interval(LIVENESS_INTERVAL),
             desk: Arc::clone(&self.desk),
             cut: self.cut.clone(),
@@ -206,6 +210,8 @@ pub(super) struct AgentConnection {
     peer: Peer,
     opened: clock::BootInstant,
     has_spoken: bool,
+    /// Since when its other end has no right to it any more.
+    ended: Option<clock::BootInstant>,
     liveness: Interval,
     desk: Arc<dyn Desk>,
     cut: CancellationToken,
@@ -213,11 +219,18 @@ pub(super) struct AgentConnection {
 }
 
 impl AgentConnection {
-    fn may_go_on(&self) -> bool {
-        let age = clock::boottime().saturating_since(self.opened);
+    fn may_go_on(&mut self) -> bool {
+        let now = clock::boottime();
+        let age = now.saturating_since(self.opened);
         let too_quiet = !self.has_spoken && age > PREFACE_TIMEOUT;
         let too_old = matches!(self.peer, Peer::Enrolling) && age > ENROL_CONNECTION_LIFE;
-        !too_quiet && !too_old && !self.cut.is_cancelled() && self.peer.is_live(self.desk.as_ref())
+        if self.peer.is_live(self.desk.as_ref()) {
+            self.ended = None;
+        } else {
+            self.ended.get_or_insert(now);
+        }
+        let was_told = self.ended.is_some_and(|since| now.saturating_since(since) > REFUSAL_TIME);
+        !too_quiet && !too_old && !was_told && !self.cut.is_cancelled()
     }
 }
 
@@ -263,5 +276,60 @@ impl Connected for AgentConnection {
 
     fn connect_info(&self) -> Peer {
         self.peer.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use limb_common::id::HomeId;
+    use limb_common::identity::HOME_SERVER_NAME;
+    use rustls::pki_types::ServerName;
+
+    use super::*;
+    use crate::rpc::fake_desk::FakeDesk;
+
+    struct Stumbling {
+        failures: AtomicU32,
+        listener: TcpListener,
+    }
+
+    impl Accept for Stumbling {
+        async fn accept(&self) -> io::Result<TcpStream> {
+            if self.failures.fetch_sub(1, Ordering::SeqCst) > 0 {
+                return Err(io::Error::from_raw_os_error(libc::EMFILE));
+            }
+            self.failures.store(0, Ordering::SeqCst);
+            Accept::accept(&self.listener).await
+        }
+    }
+
+    #[tokio::test]
+    async fn accepting_goes_on_after_errors() {
+        let dir = tempfile::tempdir().unwrap();
+        let ca = HomeCa::open_or_create(dir.path(), HomeId::random(), clock::unix_ms()).unwrap();
+        let ca = Arc::new(ca);
+        let mut roots = rustls::RootCertStore::empty();
+        roots.add(ca.certificate().clone()).unwrap();
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let mut config = rustls::ClientConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        config.alpn_protocols = vec![ALPN_ENROL.to_vec()];
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let stop = CancellationToken::new();
+        let gate =
+            Gate::new(ca, Arc::new(FakeDesk::new(std::collections::HashMap::new())), stop.clone()).unwrap();
+        let stumbling = Stumbling { failures: AtomicU32::new(5), listener };
+        let (_accepting, mut connections) = start(stumbling, gate, stop);
+        let tcp = TcpStream::connect(address).await.unwrap();
+        let name = ServerName::try_from(HOME_SERVER_NAME).unwrap();
+        let connecting = tokio_rustls::TlsConnector::from(Arc::new(config)).connect(name, tcp);
+        let (tls, accepted) = tokio::join!(connecting, connections.recv());
+        assert!(tls.is_ok() && accepted.is_some());
     }
 }
