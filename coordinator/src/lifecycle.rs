@@ -168,6 +168,16 @@ impl Lifecycle {
             .map_err(|source| LifecycleError::Outputs { what: "claimed", source })
     }
 
+    /// A run that was claimed for and did not come to be.
+    pub async fn unclaim(&self, run: &RunId) {
+        if let Err(problem) = self.parts.outputs.unlock(run).await {
+            tracing::warn!(%run, error = limb_common::error::chain(&*problem), "destinations stay locked");
+        }
+        if let Err(problem) = self.parts.secrets.forget(run) {
+            tracing::warn!(%run, error = limb_common::error::chain(&problem), "secrets stay");
+        }
+    }
+
     /// The one way to stop a run: durable, sticky, level-triggered.
     ///
     /// # Errors

@@ -59,8 +59,14 @@ impl OwnerService {
         let spec = frozen.spec(&self.data.changes_home());
         let run = RunId::random();
         let dests = spec.outputs.iter().map(|output| output.dest_of(&spec.name, &run, 1)).collect();
-        self.lifecycle.claim(&run, dests).await?;
-        self.lifecycle.submit(run.clone(), spec, &frozen.draft.bound.secrets).await?;
+        let submitted = match self.lifecycle.claim(&run, dests).await {
+            Ok(()) => self.lifecycle.submit(run.clone(), spec, &frozen.draft.bound.secrets).await,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = submitted {
+            self.lifecycle.unclaim(&run).await;
+            return Err(error.into());
+        }
         Ok(run)
     }
 }

@@ -29,7 +29,6 @@ pub(super) async fn serve(
 ) -> Result<(), ServeError> {
     let failed = |source| ServeError::Socket { path: path.to_owned(), source };
     let listener = bind(path).map_err(failed)?;
-    // SAFETY: geteuid has no preconditions and cannot fail.
     let me = nix::unistd::geteuid().as_raw();
     let peers = UnixListenerStream::new(listener).filter_map(move |peer| async move {
         match peer {
