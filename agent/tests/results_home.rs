@@ -430,6 +430,21 @@ async fn after_the_fence_half_a_file_is_kept_as_partial_and_never_shown() {
     assert_eq!(shelf.partial[&b"open"[..]], b"still");
 }
 
+/// What a job should do when it is told to stop.
+#[tokio::test(flavor = "multi_thread")]
+async fn after_the_fence_what_is_synced_and_renamed_is_still_shown() {
+    let rig = rig(Vec::new(), WIDE, None).await;
+    rig.output.fence();
+    let (inode, handle) = write_file(&rig.output, b"ckpt.tmp", b"all of it").await;
+    assert_eq!(rig.output.sync(inode).await, Ok(()));
+    rig.output.tree().release(handle).unwrap();
+    rig.output.tree().rename((1, b"ckpt.tmp"), (1, b"ckpt"), false).unwrap();
+    let report = rig.outbox.drain(Duration::from_secs(10)).await;
+    assert!(report.complete && report.unsaved.is_empty(), "{report:?}");
+    let shelf = rig.home.0.shelf.lock().unwrap();
+    assert_eq!(shelf.visible.keys().collect::<Vec<_>>(), [b"ckpt"]);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn names_and_links_that_harm_the_owner_are_refused() {
     let rig = rig(Vec::new(), WIDE, None).await;

@@ -58,10 +58,11 @@ fn every_test_that_the_semantics_name_exists() {
     assert_eq!(missing, BTreeSet::new(), "named in docs/semantics.md, not in the tree");
 }
 
-/// A promise is a list item; the last section holds none.
+/// A promise is a list item; the last section says what is not promised.
 #[test]
 fn every_promise_names_a_test() {
     let text = read("docs/semantics.md");
+    let (text, _) = text.split_once("\n## Not promised").unwrap();
     let mut items: Vec<String> = Vec::new();
     let mut inside = false;
     for line in text.lines() {
