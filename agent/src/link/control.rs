@@ -107,7 +107,6 @@ pub fn beat(link: Arc<Link>, ttl: Duration) -> Task<()> {
 }
 
 /// Follows home's orders. The receiver begins with `Run` and sees the newest order.
-#[must_use]
 pub fn orders(link: Arc<Link>) -> (Task<()>, watch::Receiver<Order>) {
     let (newest, orders) = watch::channel(Order::Run);
     let following = task::spawn("orders", async move {
@@ -152,7 +151,6 @@ pub struct Reporter {
 
 impl Reporter {
     /// Sends in order, over any number of cuts.
-    #[must_use]
     pub fn start(link: Arc<Link>) -> (Task<()>, Self) {
         let (queue, events) = mpsc::channel(QUEUED_REPORTS);
         let progress = Arc::new(watch::channel((0, 0)).0);

@@ -351,6 +351,12 @@ impl Tree {
         }
     }
 
+    /// Whether anybody still holds a handle. The kernel tells of a close later than the closer.
+    #[must_use]
+    pub fn has_handles(&self) -> bool {
+        !self.handles.is_empty()
+    }
+
     /// From now on a release publishes nothing that was not published before.
     pub fn fence(&mut self) {
         self.fenced = true;

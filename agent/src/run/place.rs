@@ -113,8 +113,9 @@ pub(super) struct Place {
     pub(super) outbox: Arc<Outbox>,
     pub(super) layer: WorkdirLayer,
     pub(super) workdir_lower: Option<PathBuf>,
-    /// Where changed workdir files are to be put, if home wants them.
-    pub(super) changes_to: Option<PathBuf>,
+    /// Where changed workdir files are to be put, if home wants them: not the job's, so no fence
+    /// stands before it.
+    pub(super) changes_to: Option<(Arc<Output>, PathBuf)>,
     source: Arc<dyn ChunkSourceDebug>,
     workdir_manifest: Option<(Manifest, SetSpec)>,
     _uplink: Uplink,
@@ -151,10 +152,10 @@ impl Builder<'_> {
         for spec in &assignment.outputs {
             let (output, mounted) = self.mount_output(spec, &source, &outbox).await?;
             settling.push(output.start());
-            outputs.push(output);
             if spec.path == WORKDIR_CHANGES {
-                changes_to = Some(mounted);
+                changes_to = Some((output, mounted));
             } else {
+                outputs.push(output);
                 binds.push(Bind { source: mounted, target: path_of(&spec.path), access: Access::ReadWrite });
             }
         }

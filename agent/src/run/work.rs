@@ -31,6 +31,10 @@ const UNHURRIED: Duration = Duration::from_secs(365 * 86_400);
 /// A shell's code for a program that cannot be executed.
 const CANNOT_RUN: i32 = 126;
 
+/// Between two looks whether copied workdir files are closed, and how long to look.
+const CLOSE_POLL: Duration = Duration::from_millis(5);
+const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
+
 /// What ended a wait for the job.
 enum Interruption {
     Stop { grace: Duration, drain: Duration },
@@ -238,10 +242,23 @@ impl Started {
                 .collect();
         }
         let upper = place.layer.upper();
-        let (lower, to) = (place.workdir_lower.clone(), place.changes_to.clone());
+        let (output, to) = place.changes_to.clone().unzip();
+        let lower = place.workdir_lower.clone();
         let kept =
             tokio::task::spawn_blocking(move || keep_in(&upper, lower.as_deref(), to.as_deref(), cap_bytes));
-        match kept.await {
+        let kept = kept.await;
+        if let Some(output) = output {
+            // What was just copied is closed; the kernel says so a moment later.
+            let closed = async {
+                while output.tree().has_handles() {
+                    tokio::time::sleep(CLOSE_POLL).await;
+                }
+            };
+            if tokio::time::timeout(CLOSE_PATIENCE, closed).await.is_err() {
+                tracing::warn!("the workdir's changes are not all closed");
+            }
+        }
+        match kept {
             Ok(Ok(left)) => left,
             Ok(Err(error)) => vec![format!("the workdir's changes could not be listed: {error}")],
             Err(_) => vec!["the workdir's changes could not be listed".to_owned()],
