@@ -16,6 +16,8 @@ pub struct Proxy {
 struct State {
     cut: Mutex<bool>,
     changed: Condvar,
+    /// Both ends of every connection so far.
+    open: Mutex<Vec<TcpStream>>,
     ended: AtomicBool,
     down_bytes: AtomicU64,
     up_bytes: AtomicU64,
@@ -33,6 +35,7 @@ impl Proxy {
         let state = Arc::new(State {
             cut: Mutex::new(false),
             changed: Condvar::new(),
+            open: Mutex::default(),
             ended: AtomicBool::new(false),
             down_bytes: AtomicU64::new(0),
             up_bytes: AtomicU64::new(0),
@@ -44,6 +47,11 @@ impl Proxy {
                     return;
                 }
                 let Ok(server) = TcpStream::connect(target) else { continue };
+                {
+                    let mut open = shared.open.lock().expect("no holder panics");
+                    open.retain(|stream| stream.peer_addr().is_ok());
+                    open.extend([&client, &server].into_iter().filter_map(|end| end.try_clone().ok()));
+                }
                 let pairs = [
                     (client.try_clone(), server.try_clone(), true),
                     (server.try_clone(), client.try_clone(), false),
@@ -71,6 +79,14 @@ impl Proxy {
 
     pub fn restore(&self) {
         self.set(false);
+    }
+
+    /// Breaks every connection, as a router does that forgets them. What was on its way is lost.
+    pub fn reset(&self) {
+        for stream in self.state.open.lock().expect("no holder panics").drain(..) {
+            drop(stream.shutdown(Shutdown::Both));
+        }
+        self.state.changed.notify_all();
     }
 
     /// Bytes that went from home to the box.

@@ -4,8 +4,8 @@
 //! Never: send an entry before the chunks that it publishes, or more unacknowledged bytes on one
 //! stream than [`IN_FLIGHT_BYTES`].
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use limb_common::assignment::OutputNumber;
@@ -72,31 +72,49 @@ async fn run(outbox: Arc<Outbox>, channels: Arc<dyn Channels>, epoch: LeaseEpoch
     }
 }
 
-/// How much of what this stream sent home has not acknowledged yet.
+/// What this stream sent and home has not acknowledged yet. Kept here and not in the outbox, which
+/// forgets a chunk that was overwritten before its acknowledgement came.
 #[derive(Debug, Default)]
 struct Window {
-    sent_bytes: AtomicU64,
+    sent: Mutex<Sent>,
     freed: Notify,
 }
 
+#[derive(Debug, Default)]
+struct Sent {
+    chunks: HashMap<ChunkKey, u64>,
+    bytes: u64,
+}
+
 impl Window {
-    async fn take(&self, bytes: u64) {
-        loop {
-            let freed = self.freed.notified();
-            if self.sent_bytes.load(Ordering::SeqCst) < IN_FLIGHT_BYTES {
-                self.sent_bytes.fetch_add(bytes, Ordering::SeqCst);
-                return;
-            }
-            freed.await;
+    fn lock(&self) -> MutexGuard<'_, Sent> {
+        self.sent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for room and takes it.
+    async fn take(&self, key: ChunkKey, bytes: u64) {
+        while !self.try_take(key, bytes) {
+            self.freed.notified().await;
         }
     }
 
-    fn give(&self, bytes: u64) {
-        // An acknowledgement of what another stream sent counts for nothing here.
-        let less = |now: u64| Some(now.saturating_sub(bytes));
-        let _previous: Result<u64, u64> =
-            self.sent_bytes.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
-        self.freed.notify_one();
+    fn try_take(&self, key: ChunkKey, bytes: u64) -> bool {
+        let mut sent = self.lock();
+        if sent.bytes >= IN_FLIGHT_BYTES {
+            return false;
+        }
+        sent.bytes += bytes - sent.chunks.insert(key, bytes).unwrap_or(0);
+        true
+    }
+
+    /// An acknowledgement of what another stream sent counts for nothing here.
+    fn give(&self, key: &ChunkKey) {
+        let mut sent = self.lock();
+        if let Some(bytes) = sent.chunks.remove(key) {
+            sent.bytes -= bytes;
+            drop(sent);
+            self.freed.notify_one();
+        }
     }
 }
 
@@ -165,7 +183,7 @@ async fn send_chunk(
         // publish that needs it is refused.
         return Ok(());
     };
-    window.take(u64::from(chunk.len)).await;
+    window.take(chunk.key, u64::from(chunk.len)).await;
     let ChunkKey { output, file, index, generation } = chunk.key;
     let mut at = 0;
     while at < bytes.len() {
@@ -276,11 +294,13 @@ fn apply(outbox: &Outbox, window: &Window, ack: &wire::JournalAck) {
     }
     for chunk in &ack.chunks_refused {
         let key = key_of(chunk.output, chunk.file, chunk.index, chunk.generation);
-        window.give(outbox.chunk_settled(key, Some(chunk.errno)));
+        outbox.chunk_settled(key, Some(chunk.errno));
+        window.give(&key);
     }
     for chunk in &ack.chunks {
         let key = key_of(chunk.output, chunk.file, chunk.index, chunk.generation);
-        window.give(outbox.chunk_settled(key, None));
+        outbox.chunk_settled(key, None);
+        window.give(&key);
     }
     outbox.durable_up_to(ack.durable_seq);
 }

@@ -35,6 +35,8 @@ pub(crate) struct Upload {
     touched: u64,
     /// Every write so far went to the end.
     pub(crate) append_only: bool,
+    /// The last publish made the visible file grow.
+    pub(crate) grown: bool,
 }
 
 /// A chunk that has to be in memory before an operation can be done.
@@ -105,7 +107,7 @@ impl Content {
             (false, None, Some(inode)) => Base::Lower(inode),
         };
         let touched = if base == Base::Nothing { 0 } else { chunk_count(self.size) };
-        self.upload = Some(Upload { file, generation: 0, touched, append_only: true });
+        self.upload = Some(Upload { file, generation: 0, touched, append_only: true, grown: false });
         base
     }
 

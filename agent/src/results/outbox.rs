@@ -104,8 +104,7 @@ struct Log {
     last_seq: u64,
     durable_seq: u64,
     last_file: u64,
-    /// With their lengths, which outlive them.
-    unacknowledged: HashMap<ChunkKey, (Weak<SealedChunk>, u32)>,
+    unacknowledged: HashMap<ChunkKey, Weak<SealedChunk>>,
     clean: VecDeque<Weak<SealedChunk>>,
     clean_bytes: u64,
     errors: BTreeMap<(OutputNumber, u64), Errno>,
@@ -169,7 +168,7 @@ impl Outbox {
     pub(crate) fn push_chunk(&self, chunk: &Arc<SealedChunk>) {
         let mut log = self.lock();
         log.items.push_back(Item::Chunk(Arc::downgrade(chunk)));
-        log.unacknowledged.insert(chunk.key, (Arc::downgrade(chunk), chunk.len));
+        log.unacknowledged.insert(chunk.key, Arc::downgrade(chunk));
         drop(log);
         self.added.notify_waiters();
     }
@@ -270,14 +269,13 @@ impl Outbox {
         (log.durable_seq, log.bytes_stored)
     }
 
-    /// Home has this chunk on disk, or (`errno`) will not take it. Returns how many bytes that
-    /// settles.
-    pub fn chunk_settled(&self, key: ChunkKey, errno: Option<i32>) -> u64 {
+    /// Home has this chunk on disk, or (`errno`) will not take it.
+    pub fn chunk_settled(&self, key: ChunkKey, errno: Option<i32>) {
         let mut log = self.lock();
-        let Some((chunk, len)) = log.unacknowledged.remove(&key) else { return 0 };
+        let Some(chunk) = log.unacknowledged.remove(&key) else { return };
         let Some(chunk) = chunk.upgrade() else {
             log.trim();
-            return u64::from(len);
+            return;
         };
         chunk.settle(errno.is_none());
         if errno.is_none() {
@@ -287,7 +285,6 @@ impl Outbox {
             log.forget(self.settings.clean_bytes);
         }
         log.trim();
-        u64::from(len)
     }
 
     /// Home refused an entry. Comes again after a reconnect; only the first counts.
@@ -386,7 +383,7 @@ impl Log {
             self.first += 1;
         }
         if self.items.is_empty() {
-            self.unacknowledged.retain(|_, (chunk, _)| chunk.strong_count() > 0);
+            self.unacknowledged.retain(|_, chunk| chunk.strong_count() > 0);
         }
     }
 

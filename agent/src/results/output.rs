@@ -263,15 +263,16 @@ impl Output {
             }
         };
         let first = self.unless_stopped(self.source.fetch(address, id, Priority::Demand)).await?;
-        let answer = match (first, address) {
-            // A later life of the file took over the chunk as it is.
-            (Err(FetchError::NotFound), ChunkAddress::Result { output, file, index }) => {
-                let later = self.tree().newest_file(inode).filter(|newest| *newest != file);
-                let file = later.ok_or(Errno::EIO)?;
-                let address = ChunkAddress::Result { output, file, index };
+        // A later life of the file took over the chunk as it is.
+        let gone = matches!(first, Err(FetchError::NotFound | FetchError::SourceChanged { .. }));
+        let later = if gone { self.tree().newest_file(inode) } else { None };
+        let answer = match later {
+            Some(file) => {
+                let output = self.tree().output();
+                let address = ChunkAddress::Result { output, file, index: missing.index };
                 self.unless_stopped(self.source.fetch(address, id, Priority::Demand)).await?
             }
-            (answer, _) => answer,
+            None => first,
         };
         answer.map(|chunk| chunk.bytes().clone()).map_err(|error| {
             tracing::warn!(%error, ?address, "a chunk of results could not be read back");

@@ -232,6 +232,8 @@ impl Tree {
         let (mode, mtime_ns) = (node.mode, node.mtime_ns);
         let Ok(file) = self.names.file(inode) else { return };
         let Some(upload) = &file.content.upload else { return };
+        // The first growth is a copy that takes one name; later ones go into that file itself.
+        let renews = kind != PublishKind::Grown || !upload.grown;
         let publish = Publish {
             file: upload.file,
             path: path.clone(),
@@ -247,12 +249,15 @@ impl Tree {
             file.changed = false;
             file.at_home = true;
             file.last_grown = now;
+            if let Some(upload) = &mut file.content.upload {
+                upload.grown = kind == PublishKind::Grown;
+            }
             if kind == PublishKind::Final {
                 file.content.finish();
                 self.unsettled.remove(&inode);
             }
         }
-        if kind != PublishKind::Grown {
+        if renews {
             self.publish_names_and_xattrs(inode, &path);
         }
     }
@@ -282,7 +287,14 @@ impl Tree {
         if self.names.lower_links(inode) > 1 {
             self.names.load_all();
         }
-        let path = self.names.path(inode).unwrap_or_else(|| b"unlinked".to_vec());
+        let named = self.names.path(inode);
+        // What has no name will never be published: home only keeps its bytes for us, and the base
+        // may be gone with the name.
+        let fresh = fresh || named.is_none();
+        if fresh {
+            self.drop_refused(inode);
+        }
+        let path = named.unwrap_or_else(|| b"unlinked".to_vec());
         let Ok(node) = self.names.node_mut(inode) else { return };
         let mode = node.mode;
         let Kind::File(file) = &mut node.kind else { return };
@@ -293,6 +305,18 @@ impl Tree {
         let base = file.content.begin(id, fresh);
         outbox.clear_error(self.settings.output, inode);
         self.push(inode, Op::Created { file: id, path, mode, base });
+    }
+
+    /// A life that home refused to publish still takes room there. Once nothing builds on it, it
+    /// goes, so that a job that starts over on a full disk finds room.
+    fn drop_refused(&mut self, inode: u64) {
+        let Some(outbox) = &self.settings.outbox else { return };
+        let Ok(file) = self.names.file(inode) else { return };
+        let refused = outbox.error_of(self.settings.output, inode).is_some();
+        if let (true, None, Some(file)) = (refused, &file.content.upload, file.content.finished) {
+            let path = b"refused".to_vec();
+            self.push(inode, Op::Abandoned { file, keep: false, path, size: 0, chunks: Vec::new() });
+        }
     }
 
     /// What the file's life at home ends with when it is never published.

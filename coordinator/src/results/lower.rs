@@ -95,7 +95,7 @@ impl Collector {
         })
     }
 
-    fn collect(mut self, names: Vec<Name>) -> (Lower, Vec<(u64, Vec<u8>)>) {
+    fn collect(mut self, names: Vec<Name>) -> (Lower, Vec<(u64, Vec<u8>, Ident)>) {
         for name in names {
             // A file system that cannot be asked about one name leaves that name out.
             if !self.add(&name).unwrap_or(false) {
@@ -103,8 +103,10 @@ impl Collector {
             }
         }
         let (manifest, order) = self.builder.build();
-        let inodes =
-            self.files.iter().map(|(draft, path, _)| (order.inode(*draft).0, path.clone())).collect();
+        let inodes = self.files.iter().map(|(draft, path, file)| {
+            (order.inode(*draft).0, path.clone(), Ident { dev: file.dev, ino: file.ino })
+        });
+        let inodes = inodes.collect();
         let files = self
             .files
             .into_iter()

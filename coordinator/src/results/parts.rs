@@ -75,10 +75,7 @@ impl Writer {
         let (lower, dest) = (home.lower.clone(), home.dest.clone());
         let row = self.database.read_blocking(move |db| {
             let Some(manifest) = lower else { return Ok(None) };
-            match table::lower_path(db, &manifest, inode)? {
-                Some(path) => table::name(db, &dest, &path),
-                None => Ok::<_, ResultsError>(None),
-            }
+            table::lower_name(db, &dest, &manifest, inode)
         })?;
         row.ok_or(No::Because(Errno::ENOENT, "the base is not here any more"))
     }
@@ -96,7 +93,7 @@ impl Writer {
         if !Owned::from(&base.what).matches(&seen) || seen.kind != Kind::File {
             return Err(gone);
         }
-        if home.quota_bytes.is_some_and(|quota| home.used_bytes + home.part_bytes + seen.size > quota) {
+        if home.bytes_full(seen.size) {
             return Err(No::Because(Errno::EDQUOT, "the output's quota of bytes is used up"));
         }
         let source = open_in(&parent, path.name(), OFlag::O_RDONLY)?;

@@ -4,7 +4,9 @@
 //! Never: commit a name before the file system has it, or forget an intent before the name is
 //! recorded.
 
-use limb_common::id::{AttemptNumber, Digest, RunId};
+mod lower;
+
+use limb_common::id::{AttemptNumber, RunId};
 use rusqlite::{Connection, OptionalExtension as _, Row, params};
 
 use super::disk::{Ident, Kind};
@@ -46,9 +48,11 @@ CREATE TABLE IF NOT EXISTS result_partials (
     run TEXT NOT NULL, attempt INTEGER NOT NULL, output INTEGER NOT NULL, path BLOB NOT NULL,
     PRIMARY KEY (run, attempt, output, path)) STRICT;
 CREATE TABLE IF NOT EXISTS result_lower (
-    manifest BLOB NOT NULL, inode INTEGER NOT NULL, path BLOB NOT NULL,
-    PRIMARY KEY (manifest, inode)) STRICT;
+    manifest BLOB NOT NULL, inode INTEGER NOT NULL, path BLOB NOT NULL, dev INTEGER NOT NULL,
+    ino INTEGER NOT NULL, PRIMARY KEY (manifest, inode)) STRICT;
 ";
+
+pub(super) use lower::{lower_name, put_lower};
 
 /// A file of the box in the table: where it stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -544,32 +548,6 @@ pub(super) fn locks(db: &Connection) -> Result<Vec<(Vec<u8>, String)>, ResultsEr
     let mut query = db.prepare("SELECT dest, run FROM result_locks ORDER BY dest")?;
     let rows = query.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
     Ok(rows.collect::<Result<_, _>>()?)
-}
-
-pub(super) fn put_lower(
-    db: &Connection,
-    manifest: Digest,
-    inodes: &[(u64, Vec<u8>)],
-) -> Result<(), ResultsError> {
-    let mut insert = db.prepare_cached("INSERT OR REPLACE INTO result_lower VALUES (?1, ?2, ?3)")?;
-    for (inode, path) in inodes {
-        insert.execute(params![manifest.0.as_slice(), sql(*inode), path])?;
-    }
-    Ok(())
-}
-
-pub(super) fn lower_path(
-    db: &Connection,
-    manifest: &[u8],
-    inode: u64,
-) -> Result<Option<Vec<u8>>, ResultsError> {
-    Ok(db
-        .query_row(
-            "SELECT path FROM result_lower WHERE manifest = ?1 AND inode = ?2",
-            params![manifest, sql(inode)],
-            |row| row.get(0),
-        )
-        .optional()?)
 }
 
 /// Moved paths, for what is in memory.

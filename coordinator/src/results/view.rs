@@ -8,6 +8,7 @@ use bytes::Bytes;
 use limb_common::assignment::OutputNumber;
 use limb_common::chunk::{CHUNK_BYTES_U64, chunk_len};
 use limb_common::id::{Digest, RunId};
+use limb_common::manifest::Inode;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
@@ -17,7 +18,7 @@ use super::lifecycle::bytes_path;
 use super::names::ResultPath;
 use super::part::root_of;
 use super::table;
-use super::writer::{Writer, open_part};
+use super::writer::{Output, Writer, open_part};
 use super::{AttemptId, ResultsError, ResultsHome};
 
 /// One published name.
@@ -156,8 +157,30 @@ impl ResultsHome {
         file: u64,
         index: u64,
     ) -> Result<Bytes, ChunkReadError> {
+        self.read_with(id, move |writer| writer.read_chunk(output.0, file, index)).await
+    }
+
+    /// A chunk of the lower set that this attempt began on, wherever its file stands now.
+    ///
+    /// # Errors
+    /// As [`Self::result_chunk`].
+    pub async fn lower_chunk(
+        &self,
+        id: &AttemptId,
+        manifest: Digest,
+        inode: Inode,
+        index: u64,
+    ) -> Result<Bytes, ChunkReadError> {
+        self.read_with(id, move |writer| writer.read_lower(manifest, inode, index)).await
+    }
+
+    async fn read_with(
+        &self,
+        id: &AttemptId,
+        read: impl FnOnce(&Writer) -> Result<Bytes, ChunkReadError> + Send + 'static,
+    ) -> Result<Bytes, ChunkReadError> {
         let (slot, wanted) = (self.slot(id), id.clone());
-        let read = move |writer: &mut Writer| Ok(writer.read_chunk(output.0, file, index));
+        let read = move |writer: &mut Writer| Ok(read(writer));
         let result = self.blocking(move |inner| inner.with_writer(&wanted, &slot, None, read)).await;
         match result {
             Ok(answer) => answer,
@@ -188,24 +211,49 @@ impl Writer {
             let name = self
                 .database
                 .read_blocking(move |db| table::name_of_file(db, &id, output, file))
-                .map_err(ChunkReadError::Io)?
-                .ok_or(ChunkReadError::NotFound)?;
-            let path = ResultPath::parse(&name.path).map_err(missing)?;
-            let parent = open_beneath(&home.root, path.parent()).map_err(missing)?;
-            let seen = look(&parent, path.name()).map_err(missing)?.ok_or(ChunkReadError::NotFound)?;
-            if !Owned::from(&name.what).matches(&seen) {
-                return Err(ChunkReadError::Changed);
-            }
-            (open_in(&parent, path.name(), OFlag::O_RDONLY).map_err(missing)?, seen.size)
+                .map_err(ChunkReadError::Io)?;
+            open_name(home, &name.ok_or(ChunkReadError::NotFound)?)?
         };
-        let len = chunk_len(size, index);
-        if len == 0 {
-            return Err(ChunkReadError::NotFound);
-        }
-        let mut bytes = vec![0; len as usize];
-        opened
-            .read_exact_at(&mut bytes, index * CHUNK_BYTES_U64)
-            .map_err(|error| ChunkReadError::Io(super::disk::DiskError::from(error).into()))?;
-        Ok(bytes.into())
+        chunk_of(&opened, size, index)
     }
+
+    /// As long as the file still stands under some name.
+    fn read_lower(&self, manifest: Digest, inode: Inode, index: u64) -> Result<Bytes, ChunkReadError> {
+        let with_it = |home: &&Output| home.lower.as_deref() == Some(manifest.0.as_slice());
+        for home in self.outputs.values().filter(with_it) {
+            let dest = home.dest.clone();
+            let name = self
+                .database
+                .read_blocking(move |db| table::lower_name(db, &dest, &manifest.0, inode.0))
+                .map_err(ChunkReadError::Io)?;
+            if let Some(name) = name {
+                let (opened, size) = open_name(home, &name)?;
+                return chunk_of(&opened, size, index);
+            }
+        }
+        Err(ChunkReadError::NotFound)
+    }
+}
+
+/// What a name of the table stands for, if it still does.
+fn open_name(home: &Output, name: &table::Name) -> Result<(std::fs::File, u64), ChunkReadError> {
+    let missing = |_| ChunkReadError::NotFound;
+    let path = ResultPath::parse(&name.path).map_err(missing)?;
+    let parent = open_beneath(&home.root, path.parent()).map_err(missing)?;
+    let seen = look(&parent, path.name()).map_err(missing)?.ok_or(ChunkReadError::NotFound)?;
+    if !Owned::from(&name.what).matches(&seen) {
+        return Err(ChunkReadError::Changed);
+    }
+    Ok((open_in(&parent, path.name(), OFlag::O_RDONLY).map_err(missing)?, seen.size))
+}
+
+fn chunk_of(file: &std::fs::File, size: u64, index: u64) -> Result<Bytes, ChunkReadError> {
+    let len = chunk_len(size, index);
+    if len == 0 {
+        return Err(ChunkReadError::NotFound);
+    }
+    let mut bytes = vec![0; len as usize];
+    file.read_exact_at(&mut bytes, index * CHUNK_BYTES_U64)
+        .map_err(|error| ChunkReadError::Io(super::disk::DiskError::from(error).into()))?;
+    Ok(bytes.into())
 }

@@ -30,6 +30,9 @@ use crate::database::Database;
 const BATCH_ENTRIES: usize = 256;
 /// Chunk bytes that share one fdatasync.
 const SYNC_BYTES: u64 = 64 * CHUNK_BYTES_U64;
+/// The box keeps the quota to the byte, as a file system does. Home has the old version of a file
+/// beside its new part, so an honest job may need twice as much here; more is refused.
+const OLD_AND_NEW: u64 = 2;
 /// A file index beyond this would overflow offsets (2^62 bytes).
 const MAX_INDEX: u64 = 1 << 42;
 pub(super) const LIMB_DIRECTORY: &[u8] = b".limb";
@@ -57,7 +60,14 @@ pub(super) struct Output {
 impl Output {
     /// Would this many more names be too many?
     pub(super) fn names_full(&self, more: u64) -> bool {
-        self.quota_inodes.is_some_and(|quota| self.used_names + self.part_count + more > quota)
+        let all = self.used_names + self.part_count + more;
+        self.quota_inodes.is_some_and(|quota| all > quota.saturating_mul(OLD_AND_NEW))
+    }
+
+    /// Would this many more bytes be too many?
+    pub(super) fn bytes_full(&self, more: u64) -> bool {
+        let all = self.used_bytes + self.part_bytes + more;
+        self.quota_bytes.is_some_and(|quota| all > quota.saturating_mul(OLD_AND_NEW))
     }
 
     /// Opens a visible path if it is there: its directory, and what it is.
@@ -199,7 +209,7 @@ impl Writer {
         let len = u32::try_from(chunk.bytes.len()).unwrap_or(u32::MAX);
         let end = index * CHUNK_BYTES_U64 + u64::from(len);
         let growth = end.saturating_sub(part.extent);
-        if home.quota_bytes.is_some_and(|quota| home.used_bytes + home.part_bytes + growth > quota) {
+        if growth > 0 && home.bytes_full(growth) {
             return Err(Errno::EDQUOT.into());
         }
         let opened = open_part(home, part)?;

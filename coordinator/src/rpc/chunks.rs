@@ -19,7 +19,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::Stream;
 use limb_common::assignment::{OutputNumber, SetNumber};
+use limb_common::id::Digest;
 use limb_common::identity::AgentIdentity;
+use limb_common::manifest::Inode;
 use limb_common::task::Task;
 use limb_common::wire::PIECE_BYTES;
 use limb_proto::v1;
@@ -58,6 +60,18 @@ pub trait ResultReader: Send + Sync + 'static {
         file: u64,
         index: u64,
     ) -> ResultChunkFuture;
+
+    /// A chunk of earlier results, where the attempt that reads them has moved the file since.
+    /// The caller checks it against its hash.
+    fn read_moved(
+        &self,
+        _who: &AgentIdentity,
+        _manifest: Digest,
+        _inode: Inode,
+        _index: u64,
+    ) -> ResultChunkFuture {
+        Box::pin(async { Err(ResultReadError::NotFound) })
+    }
 }
 
 pub type ResultChunkFuture = Pin<Box<dyn Future<Output = Result<Bytes, ResultReadError>> + Send>>;

@@ -265,6 +265,7 @@ impl Tree {
         let unlinked = self.names.node(inode).is_ok_and(|node| node.names.is_empty());
         let closed = self.names.file(inode).is_ok_and(|file| file.opens == 0);
         if unlinked && closed {
+            self.drop_refused(inode);
             self.abandon(inode, false, b"unlinked".to_vec());
         }
         if let Some(node) = self.names.collect(inode) {

@@ -16,7 +16,7 @@ use futures_util::stream::FuturesUnordered;
 use limb_common::assignment::SetNumber;
 use limb_common::chunk::CHUNK_BYTES;
 use limb_common::identity::AgentIdentity;
-use limb_common::manifest::Inode;
+use limb_common::manifest::{ChunkRef, Inode};
 use limb_common::wire::PIECE_BYTES;
 use limb_proto::v1;
 use limb_proto::v1::fetch_failure::Kind;
@@ -283,6 +283,9 @@ impl Session {
                 (Err(failure(Kind::Io, limb_common::error::chain(&error))), None)
             }
             Ok(Err(error @ ReadError::SourceChanged { .. })) => {
+                if let Some(bytes) = self.read_moved(&loaded, inode, index).await {
+                    return (Ok(bytes), None);
+                }
                 let detail = error.to_string();
                 let ReadError::SourceChanged { path, .. } = error else {
                     return (Err(failure(Kind::SourceChanged, detail)), None);
@@ -291,6 +294,14 @@ impl Session {
             }
             Err(join) => (Err(failure(Kind::Io, join.to_string())), None),
         }
+    }
+
+    /// The set is earlier results, and this attempt itself has renamed the file since.
+    async fn read_moved(&self, loaded: &LoadedSnapshot, inode: Inode, index: u64) -> Option<Bytes> {
+        let manifest = loaded.manifest();
+        let Some(ChunkRef::Data(id)) = manifest.node(inode)?.chunk(index) else { return None };
+        let moved = self.shared.results.read_moved(&self.who, manifest.id(), inode, index);
+        Some(id.verify(moved.await.ok()?).ok()?.bytes().clone())
     }
 
     async fn set(&self, set: SetNumber) -> Result<Arc<LoadedSnapshot>, OpenError> {
