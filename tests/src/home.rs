@@ -19,7 +19,7 @@ pub struct Home {
     root: tempfile::TempDir,
     coordinator: Option<Child>,
     proxy: Option<Proxy>,
-    program: &'static str,
+    program: PathBuf,
     user: Option<u32>,
 }
 
@@ -139,15 +139,30 @@ impl Home {
     }
 
     fn build(program: &'static str, cable: bool, user: Option<u32>) -> Self {
-        let root = tempfile::Builder::new().prefix("limb-e2e-").tempdir().expect("a temporary directory");
+        // Not under /tmp: a job's /tmp is its own, and the tests signal jobs through files.
+        let place = if user.is_some() { std::env::temp_dir() } else { binaries().join("e2e") };
+        fs::create_dir_all(&place).expect("a directory of ours");
+        let root = tempfile::Builder::new().prefix("limb-").tempdir_in(place).expect("a temporary directory");
         let free = TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a free port");
         let proxy = cable.then(|| Proxy::start(free));
+        let bin = match user {
+            None => binaries(),
+            // The workspace may lie where another user cannot look.
+            Some(_) => {
+                let copies = root.path().join("bin");
+                fs::create_dir(&copies).expect("a directory of ours");
+                for name in [program, "limb-agent"] {
+                    fs::copy(binaries().join(name), copies.join(name)).expect("the binaries are built");
+                }
+                copies
+            }
+        };
         let mut settings =
-            format!("listen = \"{free}\"\nagent = \"{}\"\n", binaries().join("limb-agent").display());
+            format!("listen = \"{free}\"\nagent = \"{}\"\n", bin.join("limb-agent").display());
         if let Some(proxy) = &proxy {
             settings.push_str(&format!("advertise = \"{}\"\n", proxy.address()));
         }
-        let home = Self { root, coordinator: None, proxy, program, user };
+        let home = Self { root, coordinator: None, proxy, program: bin.join(program), user };
         for directory in ["config/limb", "state", "run", "src", "dest", "cwd"] {
             fs::create_dir_all(home.path(directory)).expect("a directory of ours");
         }
@@ -191,7 +206,7 @@ impl Home {
     /// `limb …` with this home's environment.
     #[must_use]
     pub fn limb(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(binaries().join(self.program));
+        let mut command = Command::new(&self.program);
         command
             .args(arguments)
             .current_dir(self.path("cwd"))
@@ -253,7 +268,7 @@ impl Home {
             .expect("a file of ours");
         let child = self
             .limb(&["serve"])
-            .env("LIMB_LOG", "debug")
+            .env("LIMB_LOG", "info,limb=debug")
             .stdout(Stdio::null())
             .stderr(log)
             .spawn()
