@@ -12,9 +12,10 @@ use nix::unistd::Pid;
 
 const OUT: &str = "outputs: {/out: {dest: \"{root}/dest/{name}\"}}\n";
 
-fn noise(len: usize) -> Vec<u8> {
+/// Bytes that compress and dedupe with nothing; another seed, other bytes.
+fn noise(seed: &str, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
-    blake3::Hasher::new().update(b"faults").finalize_xof().fill(&mut bytes);
+    blake3::Hasher::new().update(seed.as_bytes()).finalize_xof().fill(&mut bytes);
     bytes
 }
 
@@ -53,12 +54,12 @@ fn a_coordinator_killed_in_each_phase_leaves_no_box_and_one_outcome() {
     {
         let mut home = Home::new();
         home.serve();
-        let name = format!("k-{phase}");
+        let name = format!("k-{}", phase.replace(' ', "-"));
         let job =
             home.job(&name, &format!("{OUT}setup: sleep 0.3\nrun: |\n  echo x > /out/x\n  sleep 0.3\n"));
         let client = home.start(&["run", "-y", "--detach", &job]);
         // The first moment at which the phase, or a later one, shows.
-        wait_for("the phase", || {
+        wait_for(&format!("phase {phase}"), || {
             let events = home.events(&name).to_lowercase();
             let state = home.ps(&name).map(|run| run["phase"].to_string().to_lowercase()).unwrap_or_default();
             (events.contains(phase) || state.contains(phase) || state.contains("closed")).then_some(())
@@ -116,7 +117,7 @@ fn a_cut_of_five_seconds_in_a_read_and_in_a_write_is_not_noticed() {
     }
     let mut home = Home::behind_a_cable();
     home.serve();
-    let data = noise(24 << 20);
+    let data = noise("cut", 24 << 20);
     home.write("src/data/big.bin", &data);
     let job = home.job(
         "cut",
@@ -154,7 +155,7 @@ fn a_link_that_stays_dead_kills_the_job_and_wipes_the_box() {
     }
     let mut home = Home::behind_a_cable();
     home.serve();
-    home.write("src/data/big.bin", noise(8 << 20));
+    home.write("src/data/big.bin", noise("dead", 8 << 20));
     let job = home.job(
         "dead",
         &format!("mounts: {{/data: \"{{root}}/src/data\"}}\n{OUT}limits: {{disconnect_grace: 3s}}\nrun: |\n  echo home > /out/before.txt\n  \
@@ -181,10 +182,12 @@ fn a_byte_flipped_or_a_file_changed_at_home_is_an_error_and_never_wrong_data() {
     }
     let mut home = Home::new();
     home.serve();
-    let data = noise(6 << 20);
-    let changed = home.write("src/data/changed.bin", &data);
+    // Each its own bytes: equal chunks would rightly be served from the box's cache.
+    let changed = home.write("src/data/changed.bin", noise("changed", 6 << 20));
+    let data = noise("flipped", 6 << 20);
     let flipped = home.write("src/data/flipped.bin", &data);
-    home.write("src/data/fine.bin", &data);
+    let fine = noise("fine", 6 << 20);
+    home.write("src/data/fine.bin", &fine);
     home.write("src/work/script.py", "print('old script')\n");
     let job = home.job(
         "changed",
@@ -197,7 +200,7 @@ fn a_byte_flipped_or_a_file_changed_at_home_is_an_error_and_never_wrong_data() {
     wait_for("the job to be ready", || client.out().contains("ready").then_some(()));
     // One file is rewritten (the ordinary case); in the other one bit changes and the time is put
     // back, as bit rot would look.
-    fs::write(&changed, noise(5 << 20)).unwrap();
+    fs::write(&changed, noise("rewritten", 5 << 20)).unwrap();
     let times = fs::metadata(&flipped).unwrap();
     let file = fs::File::options().write(true).open(&flipped).unwrap();
     file.write_all_at(&[data[3_000_000] ^ 1], 3_000_000).unwrap();
@@ -209,7 +212,7 @@ fn a_byte_flipped_or_a_file_changed_at_home_is_an_error_and_never_wrong_data() {
     assert!(ended.stdout.contains("old script"), "the workdir is home's copy: {ended:?}");
     assert!(ended.stdout.contains("changed failed") && ended.stdout.contains("flipped failed"), "{ended:?}");
     assert!(ended.stdout.contains("fine ok"), "{ended:?}");
-    assert!(home.read("dest/changed/fine.bin").unwrap() == data);
+    assert!(home.read("dest/changed/fine.bin").unwrap() == fine);
     let events = home.events("changed");
     assert!(events.contains("changed.bin") && events.contains("flipped.bin"), "{events}");
     home.assert_no_box_left();
