@@ -42,7 +42,7 @@ pub(crate) struct File {
     pub(crate) writers: u32,
     /// A descriptor was closed after the last write: the release may be on its way.
     pub(crate) flushed: bool,
-    /// Each writer so far opened it with O_APPEND.
+    /// There is or was a writer, and each of its time opened the file with O_APPEND.
     pub(crate) appending: bool,
     pub(crate) last_write: std::time::Duration,
     pub(crate) last_grown: std::time::Duration,
@@ -90,7 +90,7 @@ impl File {
             opens: 0,
             writers: 0,
             flushed: false,
-            appending: true,
+            appending: false,
             last_write: zero,
             last_grown: zero,
         }
@@ -263,6 +263,11 @@ impl Namespace {
 
     pub(crate) fn parent_of(&self, inode: u64) -> u64 {
         self.nodes.get(&inode).and_then(|node| node.names.first()).map_or(ROOT, |(parent, _)| *parent)
+    }
+
+    /// The inode and the directories above it: all that its path depends on.
+    pub(crate) fn with_parents(&self, inode: u64) -> impl Iterator<Item = u64> {
+        std::iter::successors(Some(inode), |&at| (at != ROOT).then(|| self.parent_of(at)))
     }
 
     /// Path of a name under a directory, from the output's root.

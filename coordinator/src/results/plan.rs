@@ -179,6 +179,7 @@ impl<'a> Planner<'a> {
         let ready = Ready { seq, number, wanted, path, file, values: flatten(&values) };
         let (place, grown) = (part.place.clone(), part.grown.clone());
         if let Some(grown) = grown.filter(|grown| grown.path == wanted.path)
+            && wanted.kind != PublishKind::Snapshot
             && let Where::Private(part) = &place
             && self.still_a_prefix(&ready, &grown)?
         {

@@ -21,10 +21,8 @@ impl Tree {
         let file = self.names.file_mut(inode)?;
         file.opens += 1;
         if mode.write {
+            file.appending = mode.append && (file.appending || file.writers == 0);
             file.writers += 1;
-            if !mode.append {
-                file.appending = false;
-            }
         }
         self.next_handle += 1;
         self.handles.insert(self.next_handle, Handle { inode, mode });
@@ -156,7 +154,7 @@ impl Tree {
             let kind = if self.grows(inode) { PublishKind::Grown } else { PublishKind::Snapshot };
             self.publish(inode, kind);
         }
-        Ok(self.last_seq_of(inode))
+        Ok(self.names.with_parents(inode).map(|inode| self.last_seq_of(inode)).max().unwrap_or(0))
     }
 
     /// A sticky error of the file.
@@ -229,13 +227,10 @@ impl Tree {
         if mode.write {
             file.writers = file.writers.saturating_sub(1);
         }
-        let last_writer = mode.write && file.writers == 0;
-        if last_writer && self.names.path(inode).is_some() {
+        let unwritten = file.writers == 0;
+        // Also after a reader that created the file: nobody else will publish it.
+        if unwritten && self.names.path(inode).is_some() {
             self.end_life(inode);
-        }
-        if last_writer && let Ok(file) = self.names.file_mut(inode) {
-            // The next writers decide anew.
-            file.appending = true;
         }
         self.collect(inode);
         Ok(())
