@@ -8,6 +8,7 @@ mod mounted;
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
+use std::io::Write as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
@@ -213,7 +214,11 @@ fn a_normal_user_mounts_through_fusermount3() {
     let name = "a_normal_user_mounts_through_fusermount3";
     let there = |program: &str| Command::new(program).arg("--version").output().is_ok();
     if cannot_mount(name) || !["fusermount3", "setpriv", "unshare"].into_iter().all(there) {
-        println!("SKIPPED {name}: needs root, /dev/fuse, fusermount3, setpriv and unshare");
+        writeln!(
+            std::io::stderr(),
+            "SKIPPED {name}: needs root, /dev/fuse, fusermount3, setpriv and unshare"
+        )
+        .unwrap();
         return;
     }
     // A /dev/fuse for everybody, as udev makes it, seen by nobody but this test.

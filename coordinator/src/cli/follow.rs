@@ -206,8 +206,7 @@ impl Follower<'_> {
         if let Some(wait) = &mut self.wait {
             wait.update(&line);
         }
-        let routine = event.kind.starts_with("boot");
-        if !self.talk.quiet && (self.talk.verbose || !routine) {
+        if !self.talk.quiet && (self.talk.verbose || !is_routine(&event.kind)) {
             self.say(&format!("limb: {line}"));
         }
     }
@@ -286,6 +285,23 @@ async fn next<T>(stream: &mut Option<Streaming<T>>) -> Result<Option<T>, Status>
 fn write_all(out: &mut impl std::io::Write, bytes: &[u8]) -> std::io::Result<()> {
     out.write_all(bytes)?;
     out.flush()
+}
+
+/// Steps that every run takes, and what the three lines of the ending say anyway. They show in
+/// the progress line, with `-v`, and in `limb events`.
+fn is_routine(kind: &str) -> bool {
+    const STEPS: [&str; 9] = [
+        "submitted",
+        "create-asked",
+        "job-started",
+        "job-ended",
+        "results-drained",
+        "data-settled",
+        "terminate-asked",
+        "destroy-confirmed",
+        "run-ended",
+    ];
+    kind.starts_with("boot") || kind.starts_with("report-") || STEPS.contains(&kind)
 }
 
 fn event_line(event: &Event) -> String {

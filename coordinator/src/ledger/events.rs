@@ -92,9 +92,9 @@ pub(super) fn of_report(report: &Report) -> (&'static str, String, String) {
         BoxEvent::ResultsDrained(drain) => (
             "results-drained",
             format!(
-                "{} files, {} sent{}{}",
-                drain.files_published,
+                "{} sent in {} published versions{}{}",
                 show_bytes(drain.bytes_sent),
+                drain.files_published,
                 if drain.complete { "" } else { "; not everything could be saved" },
                 match drain.workdir_changes_left.len() {
                     0 => String::new(),
