@@ -27,6 +27,7 @@ mod lower;
 mod names;
 mod part;
 mod parts;
+mod pins;
 mod plan;
 mod table;
 mod view;
@@ -34,6 +35,8 @@ mod writer;
 
 #[cfg(test)]
 mod crash_tests;
+#[cfg(test)]
+mod pin_tests;
 #[cfg(test)]
 mod tests;
 

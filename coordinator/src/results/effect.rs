@@ -77,6 +77,9 @@ pub(super) enum Effect {
         path: Vec<u8>,
         what: Written,
         after: After,
+        /// The box meant the same file: what stands there hands its attributes on.
+        #[serde(default)]
+        keeps_xattrs: bool,
     },
     /// It has the name already; only what is known of it changes.
     Settle {

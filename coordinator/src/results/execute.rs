@@ -3,20 +3,21 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use limb_common::clock;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
-use super::ResultsError;
-use super::disk::{Directories, Disk, DiskError, Ident, Kind, Over, Seen, look, open_in};
-use super::effect::{Effect, Intent, Where, Written};
+use super::disk::{Directories, Disk, DiskError, Ident, Kind, Over, Seen, look, open_in, user_xattrs};
+use super::effect::{After, Effect, Intent, Where, Written};
 use super::entry::Refusal;
 use super::names::{ResultPath, with_ending};
+use super::pins::Pin;
 use super::table;
 use super::writer::Output;
+use super::{AttemptId, ResultsError};
 use crate::database::Database;
 
 /// What limb knows to stand under a name.
@@ -26,17 +27,23 @@ pub(super) struct Owned {
     pub(super) kind: Kind,
     size: u64,
     mtime_ns: i64,
-    open: bool,
+    pub(super) open: bool,
+    /// This attempt's number for it.
+    pub(super) file: Option<u64>,
 }
 
 impl From<&Written> for Owned {
     fn from(what: &Written) -> Self {
         let Written { ident, kind, size, mtime_ns, open, .. } = what;
-        Self { ident: *ident, kind: *kind, size: *size, mtime_ns: *mtime_ns, open: *open }
+        Self { ident: *ident, kind: *kind, size: *size, mtime_ns: *mtime_ns, open: *open, file: None }
     }
 }
 
 impl Owned {
+    fn after(what: &Written, after: After) -> Self {
+        Self { file: after.file(), ..Self::from(what) }
+    }
+
     /// Is what stands there still what limb put there?
     pub(super) fn matches(&self, seen: &Seen) -> bool {
         let unchanged = match self.kind {
@@ -48,12 +55,17 @@ impl Owned {
 }
 
 /// Names as they are after the effects so far; what is not in it stands in the table.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Overlay {
+    id: AttemptId,
     names: HashMap<(u32, Vec<u8>), Option<Owned>>,
 }
 
 impl Overlay {
+    pub(super) fn new(id: &AttemptId) -> Self {
+        Self { id: id.clone(), names: HashMap::new() }
+    }
+
     pub(super) fn put(&mut self, output: u32, path: &[u8], owned: Option<Owned>) {
         self.names.insert((output, path.to_vec()), owned);
     }
@@ -81,7 +93,7 @@ impl Overlay {
         }
         let (dest, path) = (output.dest.clone(), path.to_vec());
         let row = database.read_blocking(move |db| table::name(db, &dest, &path))?;
-        Ok(row.map(|row| Owned::from(&row.what)))
+        Ok(row.map(|row| Owned { file: row.file_of(&self.id), ..Owned::from(&row.what) }))
     }
 }
 
@@ -91,6 +103,9 @@ pub(super) struct Executor<'a> {
     pub(super) outputs: &'a BTreeMap<u32, Output>,
     pub(super) overlay: Overlay,
     pub(super) directories: Directories,
+    /// What every private name of the attempt starts with.
+    pub(super) prefix: String,
+    pub(super) pinned: Vec<Pin>,
     pub(super) events: Vec<String>,
 }
 
@@ -141,12 +156,16 @@ impl Executor<'_> {
     fn effect(&mut self, output: &Output, effect: &Effect) -> Done {
         match effect {
             Effect::Nothing | Effect::Refused { .. } | Effect::Created { .. } => Ok(()),
-            Effect::Place { source, path, what, .. } => self.place(output, source, path, what),
-            Effect::Settle { path, what, .. } => {
-                self.overlay.put(output.number, path, Some(what.into()));
+            Effect::Place { source, path, what, after, keeps_xattrs } => {
+                self.place(output, source, (path, what, *after), *keeps_xattrs)
+            }
+            Effect::Settle { path, what, after } => {
+                self.overlay.put(output.number, path, Some(Owned::after(what, *after)));
                 Ok(())
             }
-            Effect::Grow { part, path, from, what, .. } => self.grow(output, part, path, *from, what),
+            Effect::Grow { part, path, from, what, after } => {
+                self.grow(output, part, *from, (path, what, *after))
+            }
             Effect::Rename { from, to, ident, no_replace, .. } => {
                 self.rename(output, from, to, *ident, *no_replace)
             }
@@ -182,11 +201,17 @@ impl Executor<'_> {
         Ok((fd, path))
     }
 
-    fn place(&mut self, output: &Output, source: &[u8], path: &[u8], what: &Written) -> Done {
+    fn place(
+        &mut self,
+        output: &Output,
+        source: &[u8],
+        (path, what, after): (&[u8], &Written, After),
+        keeps_xattrs: bool,
+    ) -> Done {
         let waiting = look(&output.limb, source)?;
         if waiting.is_none_or(|seen| seen.ident != what.ident) {
             // It took the name in an earlier life.
-            self.overlay.put(output.number, path, Some(what.into()));
+            self.overlay.put(output.number, path, Some(Owned::after(what, after)));
             return Ok(());
         }
         let (parent, parsed) = self.parent(output, path, true)?;
@@ -197,19 +222,48 @@ impl Executor<'_> {
             self.disk.remove_directory(output.limb.as_fd(), source)?;
             return Ok(());
         }
-        let over = self.make_room(output, &parent, &parsed, false)?;
+        let over = self.make_room(output, &parent, &parsed, false, after.file())?;
+        if keeps_xattrs && over == Over::Replace && what.kind == Kind::File {
+            self.hand_on_xattrs((parent.as_fd(), &parsed), (output.limb.as_fd(), source))?;
+        }
         self.disk.rename((output.limb.as_fd(), source), (parent.as_fd(), parsed.name()), over)?;
-        self.overlay.put(output.number, path, Some(what.into()));
+        self.overlay.put(output.number, path, Some(Owned::after(what, after)));
         Ok(())
     }
 
-    /// What stands under the name is limb's own (may be replaced) or is moved aside.
+    /// A publish that replaces a file has its attributes from the first moment.
+    fn hand_on_xattrs(&mut self, from: (BorrowedFd<'_>, &ResultPath), to: (BorrowedFd<'_>, &[u8])) -> Done {
+        if look(from.0, from.1.name())?.is_none_or(|seen| seen.kind != Kind::File) {
+            return Ok(());
+        }
+        let xattrs = user_xattrs(&open_in(from.0, from.1.name(), OFlag::O_RDONLY)?);
+        if xattrs.is_empty() {
+            return Ok(());
+        }
+        let file = open_in(to.0, to.1, OFlag::O_RDWR)?;
+        for (name, value) in &xattrs {
+            match self.disk.set_xattr(&file, name, Some(value)) {
+                Ok(()) => {}
+                Err(DiskError::Stopped) => return Err(DiskError::Stopped.into()),
+                Err(DiskError::Os(errno)) => self.events.push(format!(
+                    "{} lost an extended attribute: {}",
+                    from.1.text(),
+                    errno.desc()
+                )),
+            }
+        }
+        Ok(self.disk.sync(&file)?)
+    }
+
+    /// What stands under the name is limb's own (may be replaced) or is moved aside. `file` is the
+    /// one that comes.
     fn make_room(
         &mut self,
         output: &Output,
         parent: &OwnedFd,
         path: &ResultPath,
         no_replace: bool,
+        file: Option<u64>,
     ) -> Result<Over, Refused> {
         let Some(seen) = look(parent, path.name())? else { return Ok(Over::Keep) };
         let owned = self.overlay.get(self.database, output, path.as_bytes())?;
@@ -224,7 +278,8 @@ impl Executor<'_> {
                 Err(Refused::Because(Errno::EISDIR, "a directory of the owner has this name".to_owned()))
             };
         }
-        if ours {
+        if let Some(owned) = owned.filter(|_| ours) {
+            self.pin(output, (parent.as_fd(), path.name()), owned, file)?;
             return Ok(Over::Replace);
         }
         self.set_aside(parent, path)?;
@@ -253,7 +308,13 @@ impl Executor<'_> {
         Err(Errno::EEXIST.into())
     }
 
-    fn grow(&mut self, output: &Output, part: &[u8], path: &[u8], from: u64, what: &Written) -> Done {
+    fn grow(
+        &mut self,
+        output: &Output,
+        part: &[u8],
+        from: u64,
+        (path, what, after): (&[u8], &Written, After),
+    ) -> Done {
         let Some((parent, parsed, visible)) = self.open_own(output, path, what.ident)? else { return Ok(()) };
         let source = open_in(&output.limb, part, OFlag::O_RDONLY)?;
         self.disk.copy(&source, &visible, from, what.size)?;
@@ -261,7 +322,7 @@ impl Executor<'_> {
         self.disk.set_mode(&visible, file_mode(what.mode))?;
         self.disk.set_mtime(parent.as_fd(), parsed.name(), what.mtime_ns)?;
         self.disk.sync(&visible)?;
-        self.overlay.put(output.number, path, Some(what.into()));
+        self.overlay.put(output.number, path, Some(Owned::after(what, after)));
         Ok(())
     }
 
@@ -308,12 +369,12 @@ impl Executor<'_> {
             let over = if seen.kind == Kind::Directory {
                 match there {
                     Some(there) if there.kind != Kind::Directory => return Err(Errno::ENOTDIR.into()),
-                    Some(_) | None => self.make_room(output, &target, &to_path, no_replace)?,
+                    Some(_) | None => self.make_room(output, &target, &to_path, no_replace, None)?,
                 }
             } else if there.is_some_and(|there| there.kind == Kind::Directory) {
                 return Err(Errno::EISDIR.into());
             } else {
-                self.make_room(output, &target, &to_path, no_replace)?
+                self.make_room(output, &target, &to_path, no_replace, None)?
             };
             self.disk.rename((parent.as_fd(), path.name()), (target.as_fd(), to_path.name()), over)?;
         }
@@ -331,6 +392,9 @@ impl Executor<'_> {
             if directory {
                 self.disk.remove_directory(parent.as_fd(), parsed.name())?;
             } else {
+                if let Some(owned) = self.overlay.get(self.database, output, path)? {
+                    self.pin(output, (parent.as_fd(), parsed.name()), owned, None)?;
+                }
                 self.disk.unlink(parent.as_fd(), parsed.name())?;
             }
         }
@@ -349,7 +413,7 @@ impl Executor<'_> {
         let source = look(&from, from_path.name())?;
         let done = there.is_some_and(|seen| seen.ident == ident);
         if !done && source.is_some_and(|seen| seen.ident == ident) {
-            self.make_room(output, &to, &to_path, true)?;
+            self.make_room(output, &to, &to_path, true, None)?;
             self.disk.link((from.as_fd(), from_path.name()), (to.as_fd(), to_path.name()))?;
         }
         self.overlay.put(output.number, path, owned);

@@ -77,7 +77,9 @@ impl Writer {
             pending: VecDeque::new(),
             unsynced: Vec::new(),
             unsynced_bytes: 0,
+            pins: VecDeque::new(),
         };
+        writer.load_pins();
         writer.redo()?;
         writer.load_files()?;
         writer.load_usage()?;

@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
 use super::ResultsError;
-use super::disk::{Disk, DiskError, Kind, MAX_XATTR_BYTES, Seen, look, look_at_open, open_in};
+use super::disk::{DiskError, Kind, MAX_XATTR_BYTES, Seen, look, look_at_open, open_in};
 use super::effect::{After, Effect, Intent, Where, Written};
 use super::entry::{Entry, Op, Publication, PublishKind};
 use super::execute::{Overlay, Owned, directory_mode, file_mode};
@@ -68,7 +68,8 @@ pub(super) struct Planner<'a> {
 
 impl<'a> Planner<'a> {
     pub(super) fn new(writer: &'a mut Writer) -> Self {
-        Self { writer, overlay: Overlay::default(), unsynced: Vec::new() }
+        let overlay = Overlay::new(&writer.id);
+        Self { writer, overlay, unsynced: Vec::new() }
     }
 
     /// Directories that move or go change what every path below means: such an entry is a batch
@@ -121,9 +122,9 @@ impl<'a> Planner<'a> {
 
     /// Everything that was prepared reaches the disk; what does not is refused.
     pub(super) fn make_durable(&mut self, batch: &mut [Intent]) -> Result<(), ResultsError> {
-        self.unsynced.iter().for_each(|(_, file)| Disk::start_writing(file));
-        for (seq, file) in self.unsynced.drain(..) {
-            match self.writer.disk.sync(&file) {
+        let (seqs, files): (Vec<_>, Vec<_>) = self.unsynced.drain(..).unzip();
+        for (seq, synced) in seqs.into_iter().zip(self.writer.disk.sync_all(&files)) {
+            match synced {
                 Ok(()) => {}
                 Err(DiskError::Os(errno)) => {
                     if let Some(intent) = batch.iter_mut().find(|intent| intent.seq == seq) {
@@ -176,7 +177,8 @@ impl<'a> Planner<'a> {
             }
             other => other.into(),
         })?;
-        let ready = Ready { seq, number, wanted, path, file, values: flatten(&values) };
+        let same_file = part.intended == wanted.path;
+        let ready = Ready { seq, number, wanted, path, file, values: flatten(&values), same_file };
         let (place, grown) = (part.place.clone(), part.grown.clone());
         if let Some(grown) = grown.filter(|grown| grown.path == wanted.path)
             && wanted.kind != PublishKind::Snapshot
@@ -225,9 +227,9 @@ impl<'a> Planner<'a> {
         disk.set_mtime(home.limb.as_fd(), &name, ready.wanted.mtime_ns)?;
         let what = ready.written(look_at_open(&ready.file)?, open);
         self.overlay.put(ready.number, ready.path.as_bytes(), Some((&what).into()));
-        let path = ready.path.as_bytes().to_vec();
+        let (path, keeps_xattrs) = (ready.path.as_bytes().to_vec(), ready.same_file);
         self.unsynced.push((ready.seq, ready.file));
-        Ok(Effect::Place { source: name, path, what, after })
+        Ok(Effect::Place { source: name, path, what, after, keeps_xattrs })
     }
 
     fn place_copy(&mut self, ready: Ready<'_>, copy: File, after: After) -> Planned {
@@ -388,7 +390,7 @@ impl<'a> Planner<'a> {
 
     fn place_plain(&mut self, number: u32, source: Vec<u8>, path: &[u8], what: Written) -> Effect {
         self.overlay.put(number, path, Some((&what).into()));
-        Effect::Place { source, path: path.to_vec(), what, after: After::NoFile }
+        Effect::Place { source, path: path.to_vec(), what, after: After::NoFile, keeps_xattrs: false }
     }
 
     /// One more name, if the quota has room.
@@ -446,6 +448,8 @@ struct Ready<'a> {
     path: ResultPath,
     file: File,
     values: Vec<u8>,
+    /// It was created for this name (or is an edit of what stands there).
+    same_file: bool,
 }
 
 impl Ready<'_> {

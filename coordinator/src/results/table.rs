@@ -50,9 +50,10 @@ CREATE TABLE IF NOT EXISTS result_partials (
 CREATE TABLE IF NOT EXISTS result_lower (
     manifest BLOB NOT NULL, inode INTEGER NOT NULL, path BLOB NOT NULL, dev INTEGER NOT NULL,
     ino INTEGER NOT NULL, PRIMARY KEY (manifest, inode)) STRICT;
+CREATE INDEX IF NOT EXISTS result_lower_ino ON result_lower (manifest, ino, dev);
 ";
 
-pub(super) use lower::{lower_name, put_lower};
+pub(super) use lower::{is_lower, lower_ident, lower_name, put_lower};
 
 /// A file of the box in the table: where it stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,10 +93,18 @@ impl FileState {
 #[derive(Clone, Debug)]
 pub(super) struct Name {
     pub(super) path: Vec<u8>,
+    pub(super) run: String,
     pub(super) attempt: u32,
     pub(super) file: Option<u64>,
     pub(super) what: Written,
     pub(super) published_unix_ms: u64,
+}
+
+impl Name {
+    /// The file's number, if this attempt gave it.
+    pub(super) fn file_of(&self, id: &AttemptId) -> Option<u64> {
+        self.file.filter(|_| self.run == id.run.as_str() && self.attempt == id.attempt.0)
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -128,6 +137,7 @@ fn name_of(row: &Row<'_>) -> rusqlite::Result<Name> {
     let root: Option<Vec<u8>> = row.get("root")?;
     Ok(Name {
         path: row.get("path")?,
+        run: row.get("run")?,
         attempt: row.get("attempt")?,
         file: row.get::<_, Option<i64>>("file")?.map(i64::cast_unsigned),
         published_unix_ms: unsigned(row, "published_unix_ms")?,
@@ -397,7 +407,8 @@ impl Recorder<'_> {
             Effect::Remove { path, .. } => self.forget(path),
             Effect::Link { existing, path, .. } => {
                 let Some(row) = name(self.db, self.dest, existing)? else { return Ok(none) };
-                self.put_name(path, &row.what, row.file)
+                // A number of another attempt means another file in this one.
+                self.put_name(path, &row.what, row.file_of(self.id))
             }
             Effect::Attributes { ident, mode, mtime_ns, .. } => {
                 self.db

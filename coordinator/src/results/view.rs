@@ -17,6 +17,7 @@ use super::execute::Owned;
 use super::lifecycle::bytes_path;
 use super::names::ResultPath;
 use super::part::root_of;
+use super::pins;
 use super::table;
 use super::writer::{Output, Writer, open_part};
 use super::{AttemptId, ResultsError, ResultsHome};
@@ -212,12 +213,14 @@ impl Writer {
                 .database
                 .read_blocking(move |db| table::name_of_file(db, &id, output, file))
                 .map_err(ChunkReadError::Io)?;
-            open_name(home, &name.ok_or(ChunkReadError::NotFound)?)?
+            let pin = pins::old_name(&self.prefix(), output, file);
+            name.map_or(Err(ChunkReadError::NotFound), |name| open_name(home, &name))
+                .or_else(|error| pins::open(home, &pin).ok_or(error))?
         };
         chunk_of(&opened, size, index)
     }
 
-    /// As long as the file still stands under some name.
+    /// Under whatever name the file stands now, or where its bytes are pinned.
     fn read_lower(&self, manifest: Digest, inode: Inode, index: u64) -> Result<Bytes, ChunkReadError> {
         let with_it = |home: &&Output| home.lower.as_deref() == Some(manifest.0.as_slice());
         for home in self.outputs.values().filter(with_it) {
@@ -226,9 +229,18 @@ impl Writer {
                 .database
                 .read_blocking(move |db| table::lower_name(db, &dest, &manifest.0, inode.0))
                 .map_err(ChunkReadError::Io)?;
-            if let Some(name) = name {
-                let (opened, size) = open_name(home, &name)?;
-                return chunk_of(&opened, size, index);
+            let ident = self
+                .database
+                .read_blocking(move |db| table::lower_ident(db, &manifest.0, inode.0))
+                .map_err(ChunkReadError::Io)?
+                .ok_or(ChunkReadError::NotFound)?;
+            let pin = pins::lower_name(&self.prefix(), ident);
+            let found = name.map_or(Err(ChunkReadError::NotFound), |name| open_name(home, &name));
+            match found.or_else(|error| pins::open(home, &pin).ok_or(error)) {
+                Ok((opened, size)) => return chunk_of(&opened, size, index),
+                Err(error @ (ChunkReadError::Changed | ChunkReadError::Io(_))) => return Err(error),
+                // Two outputs may have begun on the same set.
+                Err(ChunkReadError::NotFound) => {}
             }
         }
         Err(ChunkReadError::NotFound)

@@ -20,6 +20,7 @@ use super::entry::{Acks, Chunk, ChunkName, Entry, Item, Op, Refusal};
 use super::execute::{Executor, Overlay};
 use super::names::ResultPath;
 use super::part::{Grown, Part, Stored};
+use super::pins::{Pin, part_name};
 use super::plan::Planner;
 use super::table::{self, FileState};
 use super::{AttemptId, EventSink, ResultEvent, ResultsError};
@@ -92,6 +93,8 @@ pub(super) struct Writer {
     pub(super) pending: VecDeque<Pending>,
     pub(super) unsynced: Vec<ChunkName>,
     pub(super) unsynced_bytes: u64,
+    /// Oldest first.
+    pub(super) pins: VecDeque<Pin>,
 }
 
 /// An entry that waits for its batch.
@@ -173,7 +176,11 @@ impl Writer {
         if self.pending.iter().any(|pending| pending.fixes(output.0, file)) {
             self.apply(acks)?;
         }
-        match self.store(chunk) {
+        let stored = match self.store(chunk) {
+            Err(DiskError::Os(Errno::ENOSPC)) if self.drop_pins(output.0)? => self.store(chunk),
+            other => other,
+        };
+        match stored {
             Ok(Taken::Written) => {
                 self.unsynced.push(chunk.id);
                 self.unsynced_bytes += chunk.bytes.len() as u64;
@@ -367,16 +374,19 @@ impl Writer {
             database: &self.database,
             disk: &self.disk,
             outputs: &self.outputs,
-            overlay: Overlay::default(),
+            overlay: Overlay::new(&self.id),
             directories: Directories::default(),
+            prefix: self.prefix(),
+            pinned: Vec::new(),
             events: Vec::new(),
         };
         let mut outcomes = Vec::with_capacity(batch.len());
         for intent in batch {
             outcomes.push(executor.run(intent)?);
         }
+        executor.sync_pins()?;
         executor.directories.sync(&self.disk)?;
-        let events = std::mem::take(&mut executor.events);
+        let (events, pinned) = (std::mem::take(&mut executor.events), std::mem::take(&mut executor.pinned));
         let applied = batch.last().map_or(self.applied, |intent| intent.seq);
         let dests: HashMap<u32, Vec<u8>> =
             self.outputs.iter().map(|(number, output)| (*number, output.dest.clone())).collect();
@@ -412,6 +422,7 @@ impl Writer {
             }
         }
         self.count_parts();
+        self.keep_pins(pinned)?;
         Ok(refusals)
     }
 
@@ -420,36 +431,43 @@ impl Writer {
         match effect {
             Effect::Place { path, what, after, .. }
             | Effect::Settle { path, what, after }
-            | Effect::Grow { path, what, after, .. } => match *after {
-                After::NoFile => {}
-                After::Final { file } => {
-                    self.files.remove(&(output, file));
-                    self.unlink_part(output, file)?;
-                }
-                After::PartStays { file } => {
-                    if let Some(part) = self.files.get_mut(&(output, file)) {
-                        part.grown = None;
+            | Effect::Grow { path, what, after, .. } => {
+                self.part_lost_its_name(output, path, Some(what.ident));
+                match *after {
+                    After::NoFile => {}
+                    After::Final { file } => {
+                        self.files.remove(&(output, file));
+                        self.unlink_part(output, file)?;
+                    }
+                    After::PartStays { file } => {
+                        if let Some(part) = self.files.get_mut(&(output, file)) {
+                            part.grown = None;
+                        }
+                    }
+                    After::InPlace { file } => {
+                        if let Some(part) = self.files.get_mut(&(output, file)) {
+                            part.place = Where::Visible(path.clone());
+                        }
+                    }
+                    After::Grows { file } => {
+                        if let Some(part) = self.files.get_mut(&(output, file)) {
+                            let (ident, size, values) = (what.ident, what.size, what.values.clone());
+                            part.grown = Some(Grown { path: path.clone(), ident, size, values });
+                        }
                     }
                 }
-                After::InPlace { file } => {
-                    if let Some(part) = self.files.get_mut(&(output, file)) {
-                        part.place = Where::Visible(path.clone());
-                    }
-                }
-                After::Grows { file } => {
-                    if let Some(part) = self.files.get_mut(&(output, file)) {
-                        let (ident, size, values) = (what.ident, what.size, what.values.clone());
-                        part.grown = Some(Grown { path: path.clone(), ident, size, values });
-                    }
-                }
-            },
-            Effect::Rename { from, to, .. } => {
+            }
+            Effect::Rename { from, to, ident, .. } => {
+                self.part_lost_its_name(output, to, Some(*ident));
                 let (Ok(from), Ok(to)) = (ResultPath::parse(from), ResultPath::parse(to)) else {
                     return Ok(());
                 };
                 for ((number, _), part) in &mut self.files {
                     if *number != output {
                         continue;
+                    }
+                    if let Some(moved) = table::moved(&part.intended, &from, &to) {
+                        part.intended = moved;
                     }
                     if let Where::Visible(path) = &mut part.place
                         && let Some(moved) = table::moved(path, &from, &to)
@@ -466,10 +484,10 @@ impl Writer {
             Effect::Partial { file, .. } | Effect::Drop { file, .. } => {
                 self.files.remove(&(output, *file));
             }
+            Effect::Remove { path, .. } => self.part_lost_its_name(output, path, None),
             Effect::Nothing
             | Effect::Refused { .. }
             | Effect::Created { .. }
-            | Effect::Remove { .. }
             | Effect::Link { .. }
             | Effect::Attributes { .. }
             | Effect::Xattr { .. } => {}
@@ -507,7 +525,7 @@ impl Writer {
     }
 
     pub(super) fn part_name(&self, output: u32, file: u64) -> Vec<u8> {
-        format!("{}{output}-{file}.part", self.prefix()).into_bytes()
+        part_name(&self.prefix(), output, file)
     }
 
     /// A private name for what an entry prepares.

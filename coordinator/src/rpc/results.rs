@@ -36,8 +36,9 @@ use crate::results::{
 
 /// Chunks of all agents that are in memory at once (256 MiB): past it, streams wait for the disk.
 const BUDGET_CHUNKS: usize = 256;
-/// Items of one stream between reader and worker.
-const QUEUE: usize = 64;
+/// Items of one stream between reader and worker: what waits there while home syncs is the next
+/// batch, and a small file is three of them. Chunks among them are held to the budget.
+const QUEUE: usize = 1024;
 /// Answers that wait for the transport.
 const ACKS: usize = 16;
 /// A chunk is durable at most this long after it came, if nothing asks sooner.

@@ -21,6 +21,31 @@ pub(in crate::results) fn put_lower(
     Ok(())
 }
 
+/// Which file an inode of the lower set was when the set was made.
+pub(in crate::results) fn lower_ident(
+    db: &Connection,
+    manifest: &[u8],
+    inode: u64,
+) -> Result<Option<Ident>, ResultsError> {
+    let mut query =
+        db.prepare_cached("SELECT dev, ino FROM result_lower WHERE manifest = ?1 AND inode = ?2")?;
+    let ident = |row: &rusqlite::Row<'_>| {
+        Ok(Ident { dev: row.get::<_, i64>(0)?.cast_unsigned(), ino: row.get::<_, i64>(1)?.cast_unsigned() })
+    };
+    Ok(query.query_row(params![manifest, sql(inode)], ident).optional()?)
+}
+
+/// Is the file one of the lower set?
+pub(in crate::results) fn is_lower(
+    db: &Connection,
+    manifest: &[u8],
+    ident: Ident,
+) -> Result<bool, ResultsError> {
+    let mut query =
+        db.prepare_cached("SELECT 1 FROM result_lower WHERE manifest = ?1 AND ino = ?2 AND dev = ?3")?;
+    Ok(query.exists(params![manifest, sql(ident.ino), sql(ident.dev)])?)
+}
+
 /// A name that a file of the lower set has now.
 pub(in crate::results) fn lower_name(
     db: &Connection,

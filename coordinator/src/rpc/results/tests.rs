@@ -54,9 +54,12 @@ async fn start() -> Home {
 }
 
 struct Agent {
-    frames: mpsc::Sender<v1::JournalFrame>,
+    frames: Sender,
     acks: Streaming<v1::JournalAck>,
 }
+
+#[derive(Clone)]
+struct Sender(mpsc::Sender<v1::JournalFrame>);
 
 impl Agent {
     async fn open(home: &mut Home) -> Result<(Self, u64), Status> {
@@ -64,39 +67,17 @@ impl Agent {
         let open = v1::journal_frame::Body::Open(v1::JournalOpen { epoch: 1 });
         frames.send(v1::JournalFrame { body: Some(open) }).await.unwrap();
         let acks = home.client.journal(ReceiverStream::new(sent)).await?.into_inner();
-        let mut agent = Self { frames, acks };
+        let mut agent = Self { frames: Sender(frames), acks };
         let standing = agent.acks.message().await?.unwrap();
         Ok((agent, standing.durable_seq))
     }
 
     async fn entry(&self, seq: u64, op: v1::journal_entry::Op) {
-        let entry = v1::JournalEntry { seq, output: 1, op: Some(op) };
-        self.frames
-            .send(v1::JournalFrame { body: Some(v1::journal_frame::Body::Entry(entry)) })
-            .await
-            .unwrap();
+        self.frames.entry(seq, op).await;
     }
 
     async fn chunk(&self, file: u64, index: u64, data: &[u8]) {
-        let value = value_of(Position::Subtree { index }, data);
-        let mut offset = 0;
-        for piece in data.chunks(PIECE_BYTES) {
-            let piece_offset = u32::try_from(offset).unwrap();
-            offset += piece.len();
-            let chunk = v1::UploadChunk {
-                output: 1,
-                file,
-                index,
-                generation: 1,
-                piece_offset,
-                data: piece.to_vec().into(),
-                last: offset == data.len(),
-                value: value.0.to_vec().into(),
-                chunk_len: u32::try_from(data.len()).unwrap(),
-            };
-            let body = Some(v1::journal_frame::Body::Chunk(chunk));
-            self.frames.send(v1::JournalFrame { body }).await.unwrap();
-        }
+        self.frames.chunk(file, index, data).await;
     }
 
     /// Why the stream ended.
@@ -120,11 +101,40 @@ impl Agent {
     }
 }
 
-fn created(file: u64, path: &'static str) -> v1::journal_entry::Op {
+impl Sender {
+    async fn entry(&self, seq: u64, op: v1::journal_entry::Op) {
+        let entry = v1::JournalEntry { seq, output: 1, op: Some(op) };
+        self.0.send(v1::JournalFrame { body: Some(v1::journal_frame::Body::Entry(entry)) }).await.unwrap();
+    }
+
+    async fn chunk(&self, file: u64, index: u64, data: &[u8]) {
+        let value = value_of(Position::Subtree { index }, data);
+        let mut offset = 0;
+        for piece in data.chunks(PIECE_BYTES) {
+            let piece_offset = u32::try_from(offset).unwrap();
+            offset += piece.len();
+            let chunk = v1::UploadChunk {
+                output: 1,
+                file,
+                index,
+                generation: 1,
+                piece_offset,
+                data: piece.to_vec().into(),
+                last: offset == data.len(),
+                value: value.0.to_vec().into(),
+                chunk_len: u32::try_from(data.len()).unwrap(),
+            };
+            let body = Some(v1::journal_frame::Body::Chunk(chunk));
+            self.0.send(v1::JournalFrame { body }).await.unwrap();
+        }
+    }
+}
+
+fn created(file: u64, path: impl Into<bytes::Bytes>) -> v1::journal_entry::Op {
     v1::journal_entry::Op::Created(v1::FileCreated { file, path: path.into(), mode: 0o644, base: None })
 }
 
-fn published(file: u64, path: &'static str, content: &[u8]) -> v1::journal_entry::Op {
+fn published(file: u64, path: impl Into<bytes::Bytes>, content: &[u8]) -> v1::journal_entry::Op {
     v1::journal_entry::Op::Published(v1::FilePublished {
         file,
         path: path.into(),
@@ -203,11 +213,38 @@ async fn what_breaks_the_contract_ends_the_stream() {
     for (chunk, case) in bad.into_iter().zip(0..) {
         let (mut agent, _) = Agent::open(&mut home).await.unwrap();
         let body = Some(v1::journal_frame::Body::Chunk(chunk));
-        agent.frames.send(v1::JournalFrame { body }).await.unwrap();
+        agent.frames.0.send(v1::JournalFrame { body }).await.unwrap();
         let status = agent.end().await;
         assert_eq!(status.code(), tonic::Code::InvalidArgument, "{case}: {status}");
     }
     let (mut agent, _) = Agent::open(&mut home).await.unwrap();
     agent.entry(5, created(1, "f")).await;
     assert_eq!(agent.end().await.code(), tonic::Code::InvalidArgument);
+}
+
+/// `cargo test -p limb --lib small_files_a_second -- --ignored --nocapture`
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "a measurement"]
+async fn small_files_a_second() {
+    const FILES: u64 = 5000;
+    let mut home = start().await;
+    let (mut agent, _) = Agent::open(&mut home).await.unwrap();
+    let began = clock::boottime();
+    let sender = limb_common::task::spawn("sender", {
+        let frames = agent.frames.clone();
+        async move {
+            for file in 1..=FILES {
+                let content = [u8::try_from(file % 251).unwrap(); 4096];
+                let path = format!("f{file}");
+                frames.entry(2 * file - 1, created(file, path.clone())).await;
+                frames.chunk(file, 0, &content).await;
+                frames.entry(2 * file, published(file, path, &content)).await;
+            }
+        }
+    });
+    agent.until(2 * FILES).await;
+    let took = clock::boottime().saturating_since(began).as_secs_f64();
+    drop(sender);
+    assert_eq!(std::fs::read_dir(&home.dest).unwrap().count(), 5001, "and .limb");
+    println!("{FILES} files of 4 KiB in {took:.2} s: {:.0} a second", FILES as f64 / took);
 }
