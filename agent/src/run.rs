@@ -155,6 +155,7 @@ impl Life<'_> {
             mounts: &self.mounts,
             reporter: &reporter,
             private_dir: &self.settings.private_dir,
+            hide: &self.settings.hide,
             stop: &stop,
         };
         let drained = self.work(&builder, &assignment, &mut orders, &reporter).await;
@@ -180,6 +181,7 @@ impl Life<'_> {
         let placed = tokio::select! {
             placed = builder.place(assignment) => placed,
             () = work::ordered_to_end_early(orders) => {
+                reporter.report(BoxEvent::JobEnded(work::stopped_early())).await;
                 return DrainReport { complete: true, ..DrainReport::default() };
             }
         };

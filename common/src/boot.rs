@@ -22,6 +22,9 @@ pub struct BootSettings {
     pub host: HostKind,
     /// Not enrolled by then: power off.
     pub boot_budget_ms: u64,
+    /// Directories of this machine that the job must not see, beside the private one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub hide: Vec<PathBuf>,
     /// Which run this is for, for log lines only; authority comes from the certificate.
     pub run_label: String,
 }

@@ -164,6 +164,8 @@ pub struct Limits {
     /// All attempts of the run together.
     pub max_cost: Micros,
     pub boot_timeout: Duration,
+    /// From a stop to the moment when home waits no longer: half of it, at most 60 s, is between
+    /// SIGTERM and SIGKILL; the rest is for what is still on its way home.
     pub stop_duration: Duration,
     /// The lease's TTL: how long the box may go on without home.
     pub disconnect_grace: Duration,

@@ -32,6 +32,8 @@ pub struct JobEnd {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum JobStep {
+    /// The box's own work before the job's first: no step of the job ever began.
+    Prepare,
     Setup,
     Run,
 }

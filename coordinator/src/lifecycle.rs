@@ -129,6 +129,7 @@ impl Lifecycle {
                 self.adopt(&run.spec, &attempt);
             }
         }
+        self.let_go_of_what_nobody_holds().await?;
         for run in self.parts.ledger.runs(false).await? {
             self.start_saga(run.run);
         }
@@ -137,6 +138,25 @@ impl Lifecycle {
             services.push(task::spawn("sweep", Arc::clone(self).sweep_forever(Arc::clone(provider))));
         }
         lock(&self.tasks).services = services;
+        Ok(())
+    }
+
+    /// A crash may have come between a run's claim and the run, or between its end and the letting
+    /// go: its destinations would be nobody's for ever.
+    async fn let_go_of_what_nobody_holds(&self) -> Result<(), LifecycleError> {
+        let locked = self
+            .parts
+            .outputs
+            .locked()
+            .await
+            .map_err(|source| LifecycleError::Outputs { what: "looked through", source })?;
+        for run in locked {
+            let row = self.parts.ledger.run(&run).await?;
+            if row.is_none_or(|row| row.ended_unix_ms.is_some()) {
+                tracing::info!(%run, "destinations of a run that is over or never came to be: let go");
+                self.unclaim(&run).await;
+            }
+        }
         Ok(())
     }
 

@@ -84,7 +84,8 @@ impl Default for Edges {
         Self {
             providers: Box::new(|settings| {
                 let root = settings.state_dir.join("local");
-                vec![Arc::new(Local::new(root, settings.agent.clone())) as Arc<dyn Provider>]
+                let local = Local::new(root, settings.agent.clone()).hiding(vec![settings.state_dir.clone()]);
+                vec![Arc::new(local) as Arc<dyn Provider>]
             }),
         }
     }

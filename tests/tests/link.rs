@@ -68,6 +68,7 @@ impl Home {
             private_dir: "/nonexistent".into(),
             host: HostKind::Process,
             boot_budget_ms: 30_000,
+            hide: Vec::new(),
             run_label: "test".to_owned(),
         }
     }

@@ -265,3 +265,23 @@ fn a_bad_job_file_is_refused_before_anything_starts() {
         assert_eq!(home.agents(), Vec::<i32>::new());
     }
 }
+
+#[test]
+fn a_job_on_this_machine_does_not_see_homes_state() {
+    if lacks_fuse() {
+        return;
+    }
+    let mut home = Home::new();
+    home.serve();
+    let key = home.read("state/limb/ca.pem").expect("home has a key");
+    assert!(String::from_utf8_lossy(&key).contains("PRIVATE KEY"));
+    let ended = home.run(
+        "curious",
+        &format!("{OUT}run: |\n  cat {{root}}/state/limb/ca.pem; cat {{root}}/state/limb/limb.db\n  echo seen: $(ls -A {{root}}/state/limb | wc -l)\n  echo x > /out/x\n"),
+    );
+    assert_eq!(ended.code, 0, "{ended:?}");
+    assert!(ended.stdout.contains("seen: 0\n"), "{ended:?}");
+    assert!(!ended.stdout.contains("PRIVATE KEY") && !ended.stdout.contains("SQLite"), "{ended:?}");
+    assert_eq!(home.read("dest/curious/x").as_deref(), Some(&b"x\n"[..]));
+    home.assert_no_box_left();
+}

@@ -149,7 +149,7 @@ impl RunningJob {
             let _gone = tokio::time::timeout(LEFTOVERS, self.gone()).await;
         }
         let last = self.known.borrow().clone();
-        let step = last.step.unwrap_or(JobStep::Run);
+        let step = last.step.unwrap_or(JobStep::Prepare);
         // A helper that died without a word was killed, and the job with it.
         let (step, how) = last.ended.unwrap_or((step, EndedBy::Signal(libc::SIGKILL)));
         let failed = how != EndedBy::Exit(0);

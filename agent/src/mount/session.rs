@@ -73,7 +73,7 @@ pub enum MountError {
         #[source]
         source: io::Error,
     },
-    #[error("fusermount3 did not mount on {}: {detail}; hint: install the package fuse3", path.display())]
+    #[error("fusermount3 did not mount on {}: {detail}; hint: {}", path.display(), helper_hint(detail))]
     Helper { path: PathBuf, detail: String },
     #[error("the mount on {} is not in /proc/self/mountinfo", path.display())]
     NotListed { path: PathBuf },
@@ -91,6 +91,17 @@ pub enum MountError {
         #[source]
         source: io::Error,
     },
+}
+
+/// What a person does about fusermount3's complaint.
+fn helper_hint(detail: &str) -> &'static str {
+    if detail.contains("/dev/fuse") && detail.contains("Permission denied") {
+        "let every user open /dev/fuse: `chmod 666 /dev/fuse`"
+    } else if detail.contains("/dev/fuse") || detail.contains("fuse device") {
+        "load the kernel module (`modprobe fuse`); in a container: --device /dev/fuse"
+    } else {
+        "install the package fuse3"
+    }
 }
 
 /// Aborts one mount's connection.
@@ -299,4 +310,22 @@ fn start<F: Filesystem>(
         }
     })?;
     Ok((notifier, ended))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_hint_fits_what_fusermount3_says() {
+        for (detail, hint) in [
+            ("fusermount3: failed to open /dev/fuse: Permission denied", "chmod 666 /dev/fuse"),
+            ("fusermount3: fuse device not found, try 'modprobe fuse' first", "load the kernel module"),
+            ("fusermount3: failed to open /dev/fuse: No such file or directory", "modprobe fuse"),
+            ("no such program", "install the package fuse3"),
+        ] {
+            let said = MountError::Helper { path: "/x".into(), detail: detail.to_owned() }.to_string();
+            assert!(said.contains(hint), "{said}");
+        }
+    }
 }

@@ -101,6 +101,8 @@ pub(super) struct Builder<'a> {
     pub(super) mounts: &'a Mounts,
     pub(super) reporter: &'a Reporter,
     pub(super) private_dir: &'a Path,
+    /// What the job must not see beside it.
+    pub(super) hide: &'a [PathBuf],
     /// Cancelled when the agent ends.
     pub(super) stop: &'a CancellationToken,
 }
@@ -306,14 +308,14 @@ impl Builder<'_> {
 }
 
 impl Place {
-    pub(super) fn view(&self, private_dir: &Path, workdir: Workdir) -> io::Result<View> {
+    pub(super) fn view(&self, private_dir: &Path, hide: &[PathBuf], workdir: Workdir) -> io::Result<View> {
         let staging = private_dir.join("staging");
         fs::create_dir_all(&staging)?;
         Ok(View {
             staging,
             mounts: self.binds.clone(),
             workdir,
-            hide: vec![private_dir.to_owned()],
+            hide: hidden(private_dir, hide),
             home: PathBuf::from(crate::job::view::HOME),
         })
     }
@@ -325,6 +327,14 @@ impl Place {
             None => Workdir::Empty { layer },
         }
     }
+}
+
+/// The private directory, and what the settings name. One below another is hidden with it: shown
+/// again as an empty directory it would tell its name.
+fn hidden(private_dir: &Path, named: &[PathBuf]) -> Vec<PathBuf> {
+    let all: Vec<&Path> = named.iter().map(PathBuf::as_path).chain([private_dir]).collect();
+    let is_inner = |path: &Path| all.iter().any(|other| *other != path && path.starts_with(other));
+    all.iter().filter(|path| !is_inner(path)).map(|path| path.to_path_buf()).collect()
 }
 
 pub(super) fn notice(reporter: &Reporter, kind: &str, text: String) {
@@ -348,4 +358,17 @@ fn only_name(manifest: &Manifest) -> Option<PathBuf> {
     let mut children = root.children();
     let (name, _) = children.next()?;
     children.next().is_none().then(|| path_of(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_lies_under_something_hidden_is_not_shown_as_an_empty_directory() {
+        let private = Path::new("/state/local/box/private");
+        assert_eq!(hidden(private, &[]), [private]);
+        assert_eq!(hidden(private, &["/state".into()]), [Path::new("/state")]);
+        assert_eq!(hidden(private, &["/stat".into()]), [Path::new("/stat"), private]);
+    }
 }

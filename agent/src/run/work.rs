@@ -92,7 +92,7 @@ pub(super) async fn start(
     let private_dir = builder.private_dir;
     let view_error = |error: std::io::Error| JobError::View(error.to_string());
     let spec = |workdir| {
-        let view = place.view(private_dir, workdir).map_err(view_error)?;
+        let view = place.view(private_dir, builder.hide, workdir).map_err(view_error)?;
         Ok::<_, JobError>(job_spec(assignment, view))
     };
     let mut ready_workdir = None;
@@ -279,12 +279,17 @@ fn keep_in(
     }
 }
 
-/// The end of a job that never began.
+/// The end of a job that this box could not put into its place. Not the job's own doing.
 pub(super) fn never_began(why: String) -> JobEnd {
     JobEnd {
-        step: JobStep::Run,
+        step: JobStep::Prepare,
         how: EndedBy::CouldNotStart { code: CANNOT_RUN, why },
         oom_killed: false,
         stopped: false,
     }
+}
+
+/// Home ended it while the job was still being put into its place.
+pub(super) fn stopped_early() -> JobEnd {
+    JobEnd { stopped: true, ..never_began("stopped before the job started".to_owned()) }
 }

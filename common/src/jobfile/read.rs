@@ -147,7 +147,7 @@ pub(super) fn read(text: &str, place: &Place<'_>, argv: Option<Vec<Vec<u8>>>) ->
         file: place.file.to_owned(),
         line: error.line,
         message: format!("not valid YAML: {}", error.message),
-        hint: None,
+        hint: yaml::unquoted_braces(text, error.line),
     })?;
     let mut draft = Draft::default();
     let entries = match &tree.value {

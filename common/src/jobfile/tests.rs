@@ -234,3 +234,17 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn unquoted_braces_in_a_flow_mapping_are_named() {
+    for text in [
+        "run: a\noutputs: {/out: {dest: /x/{name}}}\n",
+        "run: a\noutputs: {/out: {dest: /x/{name}, durability: close}}\n",
+        "run: a\noutputs:\n  /out: {dest: /x/{name}}\n",
+    ] {
+        let said = error(text);
+        assert!(said.ends_with("hint: quote a value that contains braces: \"/x/{name}\""), "{text}: {said}");
+    }
+    parse("run: a\noutputs: {/out: {dest: \"/x/{name}\"}}\n").unwrap();
+    assert!(!error("run: a\noutputs: {/out: {dest: \"/x/{name}\"}\nenv: [\n").contains("quote"));
+}

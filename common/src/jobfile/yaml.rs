@@ -54,6 +54,38 @@ pub(super) fn parse(text: &str) -> Result<Node, NotYaml> {
     Ok(tree.into_node(text))
 }
 
+/// `{dest: /x/{name}}`: YAML reads the inner braces as its own. Says so where the text that broke
+/// has a placeholder outside quotes.
+pub(super) fn unquoted_braces(text: &str, line: Option<u64>) -> Option<String> {
+    // The parser may notice a line or two late.
+    let last = usize::try_from(line?).ok()?;
+    let near = text.lines().take(last).skip(last.saturating_sub(3));
+    let found = near.filter_map(|line| {
+        let word = line.split([' ', ',', ':']).find(|word| has_placeholder(word))?;
+        let value = word.trim_start_matches(['[', '{']);
+        let is_quoted = word.starts_with(['"', '\'']) || line.trim_start().starts_with('#');
+        (!is_quoted).then(|| placeholder_value(value))
+    });
+    found.last().map(|value| format!("quote a value that contains braces: \"{value}\""))
+}
+
+const PLACEHOLDERS: [&str; 3] = ["{name}", "{run}", "{attempt}"];
+
+fn has_placeholder(word: &str) -> bool {
+    PLACEHOLDERS.iter().any(|placeholder| word.contains(placeholder))
+}
+
+/// Without the closing braces of the mapping around it.
+fn placeholder_value(word: &str) -> &str {
+    let opened = word.matches('{').count();
+    let mut value = word.trim_end_matches(']');
+    while value.matches('}').count() > opened {
+        let Some(shorter) = value.strip_suffix(['}', ']']) else { break };
+        value = shorter;
+    }
+    value
+}
+
 /// The library appends or prepends its own position; ours is `file:line:`.
 fn without_position(message: &str) -> String {
     let first = message.lines().next().unwrap_or("not valid YAML");

@@ -50,6 +50,8 @@ pub enum NotStarted {
     NeverAppeared,
     /// The box was there; its agent never enrolled.
     BootFailed,
+    /// The agent enrolled and could not put the job into its place.
+    PrepareFailed,
     Stopped,
 }
 
@@ -93,11 +95,23 @@ impl From<&JobEnd> for JobOutcome {
             EndedBy::CouldNotStart { code, why } => HowEnded::CouldNotStart { code: *code, why: why.clone() },
         };
         let setup = match end.step {
+            JobStep::Prepare => return never_began(end),
             JobStep::Setup => true,
             JobStep::Run => false,
         };
         Self::Ended { setup, how, oom_killed: end.oom_killed, stopped: end.stopped }
     }
+}
+
+/// What the box says of a job that it could not put into its place is not about the job.
+fn never_began(end: &JobEnd) -> JobOutcome {
+    let why = if end.stopped { NotStarted::Stopped } else { NotStarted::PrepareFailed };
+    let text = match &end.how {
+        EndedBy::CouldNotStart { why, .. } => why.clone(),
+        EndedBy::Exit(_) | EndedBy::Signal(_) if end.stopped => "stopped before the job started".to_owned(),
+        EndedBy::Exit(_) | EndedBy::Signal(_) => "the job's helper on the box died".to_owned(),
+    };
+    JobOutcome::NeverStarted { why, text }
 }
 
 impl fmt::Display for JobOutcome {
@@ -178,7 +192,8 @@ pub enum LimbExit {
     Internal = 70,
     /// The box was lost; how far the job came is unknown.
     Lost = 71,
-    /// The box came up but its agent never enrolled.
+    /// The box came up but never got as far as the job: its agent did not enrol, or could not put
+    /// the job into its place.
     BootFailed = 72,
     /// A limit (`max_duration`, `max_cost`) ended the job.
     LimitReached = 73,
@@ -207,7 +222,7 @@ impl LimbExit {
             Self::NoBox => "no box could be had",
             Self::Internal => "internal error",
             Self::Lost => "the box was lost",
-            Self::BootFailed => "the box never enrolled",
+            Self::BootFailed => "the box never got ready for the job",
             Self::LimitReached => "a limit ended the job",
             Self::DataNotHome => "results are not all home",
             Self::TeardownUnconfirmed => "teardown not confirmed: money may be running",
@@ -265,6 +280,10 @@ pub(super) fn exit(attempt: &Attempt) -> ExitVerdict {
         Some(JobOutcome::Ended { stopped: true, .. }) if ended_by_limit(attempt) => {
             LimbExit::LimitReached.into()
         }
+        // A setup that ends well is no end: only a stop keeps the job from following.
+        Some(JobOutcome::Ended { setup: true, how: HowEnded::Exit { code: 0 }, .. }) => {
+            LimbExit::Stopped.into()
+        }
         Some(JobOutcome::Ended { setup, how, .. }) => {
             let code = match how {
                 HowEnded::Exit { code } | HowEnded::CouldNotStart { code, .. } => *code,
@@ -289,7 +308,7 @@ fn never_started(why: NotStarted, attempt: &Attempt) -> LimbExit {
             LimbExit::NoBox
         }
         NotStarted::Refused => LimbExit::Refused,
-        NotStarted::BootFailed => LimbExit::BootFailed,
+        NotStarted::BootFailed | NotStarted::PrepareFailed => LimbExit::BootFailed,
         NotStarted::Stopped if ended_by_limit(attempt) => LimbExit::LimitReached,
         NotStarted::Stopped => LimbExit::Stopped,
     }

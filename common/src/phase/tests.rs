@@ -1,6 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::report::{EndedBy, JobEnd, JobStep};
 
 fn instance() -> InstanceId {
     InstanceId::new("i-1")
@@ -140,6 +141,53 @@ fn teardown_comes_before_data_and_data_before_the_job() {
     attempt.job = Some(ended(0, true));
     attempt.stop = Some(StopCause::MaxCost);
     assert_eq!(attempt.exit(), LimbExit::LimitReached.into());
+}
+
+#[test]
+fn a_job_that_never_began_is_not_the_jobs_own_end() {
+    let gone = |job: JobOutcome, stop: Option<StopCause>| Attempt {
+        phase: Phase::Closed,
+        stop,
+        job: Some(job),
+        data: Some(DataOutcome::Nothing),
+        destroy: Some(DestroyOutcome::Confirmed { at_unix_ms: 1 }),
+    };
+    let said = |step, how, stopped| JobOutcome::from(&JobEnd { step, how, oom_killed: false, stopped });
+    let owner = || Some(StopCause::Owner { reason: String::new() });
+    let no_mount = EndedBy::CouldNotStart { code: 126, why: "could not mount /data".to_owned() };
+    let job = said(JobStep::Prepare, no_mount.clone(), false);
+    assert_eq!(job.to_string(), "never started: could not mount /data");
+    assert_eq!(gone(job, None).exit(), LimbExit::BootFailed.into());
+    assert_eq!(
+        gone(said(JobStep::Prepare, no_mount.clone(), true), owner()).exit(),
+        LimbExit::Stopped.into()
+    );
+    let killed = EndedBy::Signal(9);
+    assert_eq!(gone(said(JobStep::Prepare, killed.clone(), true), owner()).exit(), LimbExit::Stopped.into());
+    assert_eq!(gone(said(JobStep::Prepare, killed, false), None).exit(), LimbExit::BootFailed.into());
+    // A program of the job's own that cannot be executed is the job's.
+    let own = gone(said(JobStep::Run, no_mount, false), None).exit();
+    assert_eq!(own, ExitVerdict { code: 126, origin: ExitOrigin::Job });
+}
+
+#[test]
+fn a_stop_during_setup_is_never_a_success() {
+    let after = |code, cause| {
+        let how = EndedBy::Exit(code);
+        let end = JobEnd { step: JobStep::Setup, how, oom_killed: false, stopped: true };
+        let attempt = Attempt {
+            phase: Phase::Closed,
+            stop: Some(cause),
+            job: Some(JobOutcome::from(&end)),
+            data: Some(DataOutcome::Nothing),
+            destroy: Some(DestroyOutcome::Confirmed { at_unix_ms: 1 }),
+        };
+        attempt.exit()
+    };
+    let owner = || StopCause::Owner { reason: String::new() };
+    assert_eq!(after(0, owner()), LimbExit::Stopped.into());
+    assert_eq!(after(7, owner()), ExitVerdict { code: 7, origin: ExitOrigin::Setup });
+    assert_eq!(after(0, StopCause::MaxCost), LimbExit::LimitReached.into());
 }
 
 #[test]

@@ -61,6 +61,7 @@ impl From<&JobEnd> for v1::JobEnded {
     fn from(end: &JobEnd) -> Self {
         use v1::job_ended::{How, Step};
         let step = match end.step {
+            JobStep::Prepare => Step::Prepare,
             JobStep::Setup => Step::Setup,
             JobStep::Run => Step::Run,
         };
@@ -82,6 +83,7 @@ impl TryFrom<v1::JobEnded> for JobEnd {
         let unknown = || WireError::new("job_ended.step", format!("{} is unknown", message.step));
         let step = match Step::try_from(message.step).map_err(|_| unknown())? {
             Step::Unspecified => return Err(unknown()),
+            Step::Prepare => JobStep::Prepare,
             Step::Setup => JobStep::Setup,
             Step::Run => JobStep::Run,
         };
@@ -153,6 +155,12 @@ mod tests {
             BoxEvent::SetupStarted,
             BoxEvent::JobStarted,
             end(EndedBy::Exit(255)),
+            BoxEvent::JobEnded(JobEnd {
+                step: JobStep::Prepare,
+                how: EndedBy::CouldNotStart { code: 126, why: "could not mount /data".into() },
+                oom_killed: false,
+                stopped: false,
+            }),
             end(EndedBy::Signal(9)),
             end(EndedBy::CouldNotStart { code: 127, why: "no such program".into() }),
             BoxEvent::ResultsDrained(DrainReport {

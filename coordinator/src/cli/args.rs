@@ -105,7 +105,7 @@ pub(super) struct JobArgs {
     /// Ends the job before it costs more dollars, all attempts together [default: 25.00]
     #[arg(long, value_name = "DOLLARS", requires = "argv")]
     pub(super) max_cost: Option<String>,
-    /// From SIGTERM to SIGKILL, draining included [default: 5m]
+    /// From a stop to the end of the box: half of it (60s at most) between SIGTERM and SIGKILL, the rest for results on their way [default: 5m]
     #[arg(long, value_name = "DURATION", requires = "argv")]
     pub(super) stop_duration: Option<String>,
     /// How long the box goes on without hearing from home [default: 20m]

@@ -12,7 +12,7 @@ use super::talk::{Failure, print};
 use crate::{env_names, settings};
 
 /// Every code of limb's own, for the reference.
-const EXITS: [LimbExit; 10] = [
+const EXITS: [LimbExit; 11] = [
     LimbExit::Refused,
     LimbExit::NoBox,
     LimbExit::Internal,
@@ -23,6 +23,7 @@ const EXITS: [LimbExit; 10] = [
     LimbExit::TeardownUnconfirmed,
     LimbExit::NoCoordinator,
     LimbExit::Stopped,
+    LimbExit::AlreadyRunning,
 ];
 
 pub(super) fn completions(shell: clap_complete::Shell) -> Result<ExitCode, Failure> {

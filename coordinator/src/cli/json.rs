@@ -25,6 +25,7 @@ pub(super) fn run(run: &RunInfo) -> Value {
         "ended_unix_ms": known(run.ended_unix_ms),
         "cost_micros": run.cost_micros,
         "billed_ms": run.billed_ms,
+        "dests": run.dests,
         "outcome": run.outcome.as_ref().map(outcome),
     })
 }

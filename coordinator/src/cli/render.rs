@@ -102,19 +102,19 @@ pub(super) fn plan(plan: &PlanReply) -> String {
 pub(super) struct Ending<'a> {
     pub(super) run: &'a RunInfo,
     pub(super) outcome: &'a Outcome,
-    /// Where the outputs land.
-    pub(super) dests: &'a [String],
 }
 
 /// The three lines that a run ends with, and a fourth where the exit code is not the job's.
 pub(super) fn ending(ending: &Ending<'_>, zone: &jiff::tz::TimeZone) -> Vec<String> {
-    let Ending { run, outcome, dests } = ending;
+    let Ending { run, outcome } = ending;
     let took = match (run.billed_ms, run.ended_unix_ms.saturating_sub(run.submitted_unix_ms)) {
         (0, wall) => wall,
         (billed, _) => billed,
     };
-    let mut lines =
-        vec![format!("job {} · {}", or_unknown(&outcome.job), duration(took)), data_line(outcome, dests)];
+    let mut lines = vec![
+        format!("job {} · {}", or_unknown(&outcome.job), duration(took)),
+        data_line(outcome, &run.dests),
+    ];
     lines.extend(unsaved_lines(outcome));
     lines.push(box_line(run, outcome, zone));
     if outcome.exit_origin != JOB_ORIGIN {

@@ -56,6 +56,7 @@ fn run() -> RunInfo {
         outcome: Some(outcome()),
         cost_micros: 0,
         billed_ms: 192_000,
+        dests: Vec::new(),
     }
 }
 
@@ -75,9 +76,9 @@ fn outcome() -> Outcome {
 }
 
 fn ending(outcome: &Outcome, dests: &[&str]) -> String {
-    let run = RunInfo { cost_micros: 1_337_000, ..run() };
-    let dests: Vec<String> = dests.iter().map(|dest| (*dest).to_owned()).collect();
-    render::ending(&Ending { run: &run, outcome, dests: &dests }, &TimeZone::UTC).join("\n")
+    let dests = dests.iter().map(|dest| (*dest).to_owned()).collect();
+    let run = RunInfo { cost_micros: 1_337_000, dests, ..run() };
+    render::ending(&Ending { run: &run, outcome }, &TimeZone::UTC).join("\n")
 }
 
 #[test]

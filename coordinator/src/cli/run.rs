@@ -51,10 +51,7 @@ pub(super) async fn run(settings: &Settings, talk: &Talk, args: &RunArgs) -> Res
     talk.say(&format!("run {run_id}"));
     let interest = Interest { run_id, output_to_stderr: args.json };
     match follow::to_the_end(settings, talk, owner, interest).await? {
-        follow::End::Final(info) => {
-            let dests: Vec<String> = plan.outputs.iter().map(|output| output.dest.clone()).collect();
-            finish(talk, &info, &dests, args.json)
-        }
+        follow::End::Final(info) => finish(talk, &info, args.json),
         follow::End::Detached(run_id) => {
             talk.insist(&format!(
                 "detached: run {run_id} goes on; `limb logs -f {run_id}` follows it, `limb stop {run_id}` ends it"
@@ -145,9 +142,9 @@ fn hashing_line(hashing: &HashProgress) -> String {
 }
 
 /// The three lines and the code.
-fn finish(talk: &Talk, info: &RunInfo, dests: &[String], json: bool) -> Result<ExitCode, Failure> {
+fn finish(talk: &Talk, info: &RunInfo, json: bool) -> Result<ExitCode, Failure> {
     let outcome = info.outcome.clone().unwrap_or_else(no_attempt);
-    let ending = render::Ending { run: info, outcome: &outcome, dests };
+    let ending = render::Ending { run: info, outcome: &outcome };
     for line in render::ending(&ending, &jiff::tz::TimeZone::system()) {
         talk.insist(&line);
     }

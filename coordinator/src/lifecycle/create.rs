@@ -52,6 +52,7 @@ impl Lifecycle {
                 private_dir: "/run/limb".into(),
                 host: if capabilities.is_local { HostKind::Process } else { HostKind::Machine },
                 boot_budget_ms: row.spec.boot_timeout_ms,
+                hide: Vec::new(),
                 run_label: attempt.run.to_string(),
             },
         };

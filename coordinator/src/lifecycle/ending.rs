@@ -106,10 +106,70 @@ fn outcome(attempt: &AttemptRow, finished: Finished, drained: Option<&serde_json
     if drained.is_none() {
         unsaved.push("(the box did not say what it still held)".to_owned());
     }
-    unsaved.extend(partial);
+    let unsaved = each_once(unsaved, partial);
     if complete && unsaved.is_empty() {
         DataOutcome::Home { files, bytes }
     } else {
         DataOutcome::Incomplete { files, bytes, unsaved }
+    }
+}
+
+/// What the box adds to the name of a file that home was told to keep.
+const KEPT: &str = " (kept as .partial)";
+
+/// The box names a cut-off file by its name in the output, home by where it lies now: home's word
+/// is the one that helps, and one is enough.
+fn each_once(said: Vec<String>, partial: Vec<String>) -> Vec<String> {
+    let mut names: Vec<String> = Vec::new();
+    for said in said {
+        let name = said.strip_suffix(KEPT).unwrap_or(&said);
+        let at_home = partial.iter().any(|kept| {
+            original(kept).strip_suffix(name).is_some_and(|above| above.is_empty() || above.ends_with('/'))
+        });
+        let known = names.iter().any(|known| known.strip_suffix(KEPT).unwrap_or(known) == name);
+        if !at_home && !known {
+            names.push(said);
+        }
+    }
+    names.extend(partial);
+    names
+}
+
+/// `a/x.partial` and `a/x.partial.2` were to be `a/x`.
+fn original(kept: &str) -> &str {
+    let stem = match kept.rsplit_once('.') {
+        Some((stem, turn)) if turn.bytes().all(|byte| byte.is_ascii_digit()) => stem,
+        Some(_) | None => kept,
+    };
+    stem.strip_suffix(".partial").unwrap_or(kept)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_was_cut_off_is_named_once() {
+        let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        let said = names(&[
+            "model.bin (kept as .partial)",
+            "model.bin",
+            "sub/x",
+            "empty",
+            "the last 3 bytes of the job's log",
+        ]);
+        let partial = names(&["/dest/model.bin.partial", "/dest/sub/x.partial.2"]);
+        assert_eq!(
+            each_once(said, partial),
+            [
+                "empty",
+                "the last 3 bytes of the job's log",
+                "/dest/model.bin.partial",
+                "/dest/sub/x.partial.2"
+            ]
+        );
+        // Another file whose name only ends alike is another file.
+        let other = each_once(names(&["el.bin (kept as .partial)"]), names(&["/dest/model.bin.partial"]));
+        assert_eq!(other.len(), 2, "{other:?}");
     }
 }

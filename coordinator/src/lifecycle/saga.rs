@@ -132,7 +132,8 @@ impl Lifecycle {
             }
             Some(JobOutcome::NeverStarted { why, .. }) => match why {
                 NotStarted::NoCapacity | NotStarted::NeverAppeared => row.spec.retry_no_capacity,
-                NotStarted::BootFailed => row.spec.retry_lost,
+                // The box's fault, not the job's: another one may do.
+                NotStarted::BootFailed | NotStarted::PrepareFailed => row.spec.retry_lost,
                 NotStarted::Quota | NotStarted::Auth | NotStarted::Refused | NotStarted::Stopped => false,
             },
         };

@@ -38,6 +38,8 @@ pub trait Outputs: Send + Sync + std::fmt::Debug + 'static {
     fn begin(&self, who: &AgentIdentity, outputs: Vec<OutputHome>) -> OutputsFuture<Vec<Lower>>;
     /// Nothing more will come from the attempt.
     fn finish(&self, run: &RunId, attempt: AttemptNumber) -> OutputsFuture<Finished>;
+    /// The runs that hold a destination.
+    fn locked(&self) -> OutputsFuture<Vec<RunId>>;
     /// The run is over.
     fn unlock(&self, run: &RunId) -> OutputsFuture<()>;
 }

@@ -25,6 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 struct Stage {
     dir: tempfile::TempDir,
     world: World,
+    outputs: world::NoOutputs,
     lifecycle: Option<Arc<Lifecycle>>,
     crash: Option<Arc<CrashSwitch>>,
     agents: Option<Task<()>>,
@@ -33,7 +34,8 @@ struct Stage {
 impl Stage {
     async fn new(world: World) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let mut stage = Self { dir, world, lifecycle: None, crash: None, agents: None };
+        let outputs = world::NoOutputs::default();
+        let mut stage = Self { dir, world, outputs, lifecycle: None, crash: None, agents: None };
         stage.start(None).await;
         stage
     }
@@ -46,7 +48,7 @@ impl Stage {
             ledger,
             secrets: SecretStore::new(self.dir.path().join("secrets")),
             providers: Providers::new([Arc::new(self.world.clone()) as Arc<dyn Provider>]),
-            outputs: Arc::new(world::NoOutputs),
+            outputs: Arc::new(self.outputs.clone()),
             clock: Arc::new(SystemClock),
             endpoint: HomeEndpoint { address: "127.0.0.1:1".to_owned(), ca_certificate_pem: String::new() },
         })
@@ -204,6 +206,48 @@ async fn a_stop_during_the_create_destroys_the_box_that_arrives() {
     let last = stage.end(&run).await;
     assert!(matches!(last.state.job, Some(JobOutcome::NeverStarted { why: NotStarted::Stopped, .. })));
     assert_eq!(exited(&last), limb_common::phase::LimbExit::Stopped.code());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn destinations_that_a_crash_left_locked_are_let_go_at_the_start() {
+    let world = World::new();
+    world.set(|script| script.job_waits_for_stop = true);
+    let mut stage = Stage::new(world).await;
+    let over = stage.submit(|_| {}).await;
+    stage.lifecycle().stop(&over, owner_stop()).await.unwrap();
+    stage.end(&over).await;
+    let live = stage.submit(|_| {}).await;
+    stage.wait_phase(&live, |attempt| matches!(attempt.phase, Phase::Running { .. })).await;
+    stage.die();
+    let held = Arc::clone(&stage.outputs.0);
+    // Claimed, and the coordinator died before the run was one; ended, and it died before the end.
+    held.lock().unwrap().extend([RunId::random(), over]);
+    stage.start(None).await;
+    assert_eq!(*held.lock().unwrap(), [live.clone()], "only the run that lives holds one");
+    stage.lifecycle().stop(&live, owner_stop()).await.unwrap();
+    stage.end(&live).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_box_that_cannot_prepare_is_a_bad_box_and_another_one_may_do() {
+    for (retries, attempts) in [(false, 1), (true, 2)] {
+        let world = World::new();
+        world.set(|script| script.cannot_prepare = true);
+        let stage = Stage::new(world).await;
+        let run = stage
+            .submit(|spec| {
+                spec.retry_lost = retries;
+                spec.max_attempts = 2;
+            })
+            .await;
+        let last = stage.end(&run).await;
+        let Some(JobOutcome::NeverStarted { why: NotStarted::PrepareFailed, text }) = &last.state.job else {
+            panic!("{:?}", last.state.job);
+        };
+        assert!(text.contains("could not mount"), "{text}");
+        assert_eq!(exited(&last), limb_common::phase::LimbExit::BootFailed.code());
+        assert_eq!(last.number.0, attempts);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -155,7 +155,8 @@ impl OwnerService {
                 .iter()
                 .map(|output| proto::PlanOutput {
                     path: output.path.display().to_string(),
-                    dest: output.dest.as_path().display().to_string(),
+                    // The run does not exist yet: what it will be called stays a placeholder.
+                    dest: output.dest.render(&draft.job.name, "{run}", 1).display().to_string(),
                     durability: durability_word(output.durability).to_owned(),
                 })
                 .collect(),

@@ -1,5 +1,6 @@
 //! Ledger rows as the owner's commands see them.
 
+use limb_common::assignment::WORKDIR_CHANGES;
 use limb_common::id::RunId;
 use limb_common::phase::{Attempt, DataOutcome, DestroyOutcome, Phase};
 use limb_proto::v1 as proto;
@@ -37,6 +38,7 @@ impl OwnerService {
             outcome: last.map(|attempt| outcome(attempt, row.ended_unix_ms.is_some())),
             cost_micros: costs.iter().map(|cost| cost.cost(now).0).sum(),
             billed_ms: costs.iter().map(|cost| cost.billed_ms(now)).sum(),
+            dests: dests(&row, last.map_or(1, |attempt| attempt.number.0)),
         })
     }
 
@@ -82,6 +84,17 @@ impl OwnerService {
             .collect();
         proto::ReapReply { boxes, problems: report.problems }
     }
+}
+
+/// Of the outputs that the job file names; the workdir's changes have a place of their own.
+fn dests(row: &RunRow, attempt: u32) -> Vec<String> {
+    use std::os::unix::ffi::OsStrExt as _;
+    let spec = &row.spec;
+    spec.outputs
+        .iter()
+        .filter(|output| output.path.as_os_str().as_bytes() != WORKDIR_CHANGES)
+        .map(|output| output.dest_of(&spec.name, &row.run, attempt).display().to_string())
+        .collect()
 }
 
 /// `2026-11`, by UTC.

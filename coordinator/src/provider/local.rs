@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use limb_common::boot::HostKind;
 use limb_common::clock;
 use limb_common::id::InstanceId;
 use limb_common::units::Micros;
@@ -44,6 +45,7 @@ pub struct Local {
 struct Shared {
     root: PathBuf,
     agent: PathBuf,
+    hide: Vec<PathBuf>,
     capabilities: Capabilities,
 }
 
@@ -59,7 +61,15 @@ impl Local {
     /// `root`: where the boxes live (made 0700); `agent`: the `limb-agent` binary.
     #[must_use]
     pub fn new(root: PathBuf, agent: PathBuf) -> Self {
-        Self { shared: Arc::new(Shared { root, agent, capabilities: capabilities() }) }
+        Self { shared: Arc::new(Shared { root, agent, hide: Vec::new(), capabilities: capabilities() }) }
+    }
+
+    /// Jobs do not see these directories: home's state, with its keys, secrets and ledger.
+    #[must_use]
+    pub fn hiding(self, hide: Vec<PathBuf>) -> Self {
+        let Shared { root, agent, .. } = &*self.shared;
+        let (root, agent) = (root.clone(), agent.clone());
+        Self { shared: Arc::new(Shared { root, agent, hide, capabilities: capabilities() }) }
     }
 
     /// The agent binary: `LIMB_AGENT` or a setting where given, else beside this program.
@@ -175,6 +185,9 @@ impl Shared {
         let settings = dir.join("settings.json");
         let mut boot = request.boot;
         boot.private_dir.clone_from(&private);
+        boot.hide.clone_from(&self.hide);
+        // This machine is the owner's, whatever the caller believes of it: nothing here powers it off.
+        boot.host = HostKind::Process;
         let started = write_json(&dir.join("instance.json"), &record)
             .and_then(|()| std::fs::DirBuilder::new().mode(0o700).create(&private))
             .and_then(|()| write_json(&settings, &boot))

@@ -84,6 +84,17 @@ impl ResultsHome {
             .await
     }
 
+    /// The runs that hold a directory, each once.
+    ///
+    /// # Errors
+    /// [`ResultsError::Database`].
+    pub async fn locked_runs(&self) -> Result<Vec<RunId>, ResultsError> {
+        let locks = self.blocking(|inner| inner.database.read_blocking(table::locks)).await?;
+        let names: std::collections::BTreeSet<String> = locks.into_iter().map(|(_, run)| run).collect();
+        // Only this program writes the table; a name that is no run's holds nothing for anybody.
+        Ok(names.iter().filter_map(|name| name.parse().ok()).collect())
+    }
+
     /// The attempt may send results from now on. Asking again is harmless.
     ///
     /// # Errors

@@ -174,6 +174,11 @@ impl Outputs for Data {
         })
     }
 
+    fn locked(&self) -> OutputsFuture<Vec<RunId>> {
+        let this = self.clone();
+        Box::pin(async move { Ok(this.results.locked_runs().await?) })
+    }
+
     fn unlock(&self, run: &RunId) -> OutputsFuture<()> {
         let (this, run) = (self.clone(), run.clone());
         Box::pin(async move {

@@ -48,6 +48,7 @@ pub(super) struct Script {
     pub(super) job_waits_for_stop: bool,
     pub(super) ignores_orders: bool,
     pub(super) never_enrols: bool,
+    pub(super) cannot_prepare: bool,
     pub(super) silent_when_running: bool,
     pub(super) first_box_vanishes_when_running: bool,
 }
@@ -328,7 +329,20 @@ async fn step(world: &World, desk: &FrontDesk, id: &InstanceId) {
 }
 
 async fn next_event(world: &World, desk: &FrontDesk, who: &AgentIdentity, reported: u64) -> Option<BoxEvent> {
+    let cannot_prepare = world.lock().script.cannot_prepare;
     match reported {
+        0 if cannot_prepare => {
+            let how = EndedBy::CouldNotStart { code: 126, why: "could not mount /data".to_owned() };
+            Some(BoxEvent::JobEnded(JobEnd {
+                step: JobStep::Prepare,
+                how,
+                oom_killed: false,
+                stopped: false,
+            }))
+        }
+        1 if cannot_prepare => {
+            Some(BoxEvent::ResultsDrained(DrainReport { complete: true, ..DrainReport::default() }))
+        }
         0 => {
             let assignment = desk.assignment(who).await.ok()?;
             world.lock().secrets =
@@ -360,11 +374,15 @@ fn with(world: &World, id: &InstanceId, change: impl FnOnce(&mut FakeBox)) {
 }
 
 /// No outputs: what home does with them has its own tests.
-#[derive(Debug)]
-pub(super) struct NoOutputs;
+#[derive(Clone, Debug, Default)]
+pub(super) struct NoOutputs(pub(super) Arc<Mutex<Vec<RunId>>>);
 
 impl Outputs for NoOutputs {
-    fn lock(&self, _: &RunId, _: Vec<std::path::PathBuf>) -> OutputsFuture<()> {
+    fn lock(&self, run: &RunId, _: Vec<std::path::PathBuf>) -> OutputsFuture<()> {
+        let mut held = self.0.lock().unwrap();
+        if !held.contains(run) {
+            held.push(run.clone());
+        }
         Box::pin(async { Ok(()) })
     }
 
@@ -376,7 +394,13 @@ impl Outputs for NoOutputs {
         Box::pin(async { Ok(Finished::default()) })
     }
 
-    fn unlock(&self, _: &RunId) -> OutputsFuture<()> {
+    fn locked(&self) -> OutputsFuture<Vec<RunId>> {
+        let locked = self.0.lock().unwrap().clone();
+        Box::pin(async move { Ok(locked) })
+    }
+
+    fn unlock(&self, run: &RunId) -> OutputsFuture<()> {
+        self.0.lock().unwrap().retain(|held| held != run);
         Box::pin(async { Ok(()) })
     }
 }

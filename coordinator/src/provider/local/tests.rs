@@ -21,6 +21,7 @@ fn request(name: &str) -> CreateRequest {
             private_dir: PathBuf::new(),
             host: HostKind::Process,
             boot_budget_ms: 1_000,
+            hide: Vec::new(),
             run_label: "test".to_owned(),
         },
     }
