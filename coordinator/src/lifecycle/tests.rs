@@ -223,7 +223,11 @@ async fn destinations_that_a_crash_left_locked_are_let_go_at_the_start() {
     // Claimed, and the coordinator died before the run was one; ended, and it died before the end.
     held.lock().unwrap().extend([RunId::random(), over]);
     stage.start(None).await;
-    assert_eq!(*held.lock().unwrap(), [live.clone()], "only the run that lives holds one");
+    assert_eq!(
+        held.lock().unwrap().as_slice(),
+        std::slice::from_ref(&live),
+        "only the run that lives holds one"
+    );
     stage.lifecycle().stop(&live, owner_stop()).await.unwrap();
     stage.end(&live).await;
 }
