@@ -196,8 +196,10 @@ pub(super) fn runs(runs: &[RunInfo], now_unix_ms: u64) -> String {
 /// `exit 0 · data home · box confirmed`, as far as it is known.
 fn outcome_words(outcome: &Outcome) -> String {
     let mut words = Vec::new();
+    // While the job has no outcome its box is at work, and not "unconfirmed".
+    let at_work = outcome.job.is_empty() && outcome.data.is_empty();
     for (what, word) in [("", &outcome.job), ("data ", &outcome.data), ("box ", &outcome.destroy)] {
-        if !word.is_empty() {
+        if !word.is_empty() && !at_work {
             words.push(format!("{what}{}", clean(word)));
         }
     }
