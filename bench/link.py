@@ -23,12 +23,12 @@ sys.path.insert(0, os.path.join(ROOT, "tests", "linklab"))
 import labutil  # noqa: E402
 
 MIB = 1 << 20
-SEQ, FILES, CHECKPOINT = 512 * MIB, 2000, 256 * MIB
+SEQ, FILES, CHECKPOINT = 512 * MIB, 500, 256 * MIB
 HOME_IP = "10.77.0.1"
 
 
 class Bench:
-    def __init__(self, profile):
+    def __init__(self, profile, build):
         self.lab = labutil.Bench("lb")
         self.profile = profile
         self.work = os.path.join(ROOT, "target", "bench", "work")
@@ -37,7 +37,8 @@ class Bench:
         self.sshd = None
         self.env = dict(os.environ, XDG_STATE_HOME=self.work + "/state", XDG_CONFIG_HOME=self.work + "/config",
                         XDG_RUNTIME_DIR=self.work + "/run")
-        self.limb = os.path.join(ROOT, "target", "release", "limb")
+        self.build = os.path.join(ROOT, "target", build)
+        self.limb = os.path.join(self.build, "limb")
 
     def __enter__(self):
         shutil.rmtree(self.work, ignore_errors=True)
@@ -98,7 +99,7 @@ class Bench:
 
     def make_limb(self):
         wrapper = self.work + "/agent-in-the-box"
-        agent = os.path.join(ROOT, "target", "release", "limb-agent")
+        agent = os.path.join(self.build, "limb-agent")
         with open(wrapper, "w") as f:
             f.write(f'#!/bin/sh\nexec nsenter --net=/run/netns/{self.lab.ns["box"]} -- {agent} "$@"\n')
         os.chmod(wrapper, 0o755)
@@ -126,15 +127,21 @@ class Bench:
 
     def with_sshfs(self, what):
         target = f"root@{HOME_IP}:{self.work}/home"
-        self.lab.run("box", [
+        mounted = self.lab.run("box", [
             "sshfs", "-p", "2222", "-o", f"IdentityFile={self.etc}/key,StrictHostKeyChecking=no",
-            "-o", "UserKnownHostsFile=/dev/null,cache_timeout=3600", target, self.mnt], check=True)
+            "-o", "UserKnownHostsFile=/dev/null,cache_timeout=3600", target, self.mnt])
+        if mounted.returncode or not os.path.ismount(self.mnt):
+            raise RuntimeError(f"sshfs did not mount: {mounted.stderr}")
         try:
             command = self.command(what, self.mnt + "/data", self.mnt + "/dest").split()
-            out = self.lab.run("box", ["python3", ROOT + "/bench/work.py", *command], check=True)
+            out = self.lab.run("box", ["python3", ROOT + "/bench/work.py", *command])
+            if out.returncode:
+                raise RuntimeError(f"{command} over sshfs: {out.stderr}")
             return self.result(out.stdout)
         finally:
-            subprocess.run(["umount", "-l", self.mnt], check=True)
+            # sshfs is its own process: wait until it has gone, or the next mount meets it.
+            subprocess.run(["umount", self.mnt], capture_output=True)
+            subprocess.run(["umount", "-l", self.mnt], capture_output=True)
 
     @staticmethod
     def command(what, data, out):
@@ -152,10 +159,11 @@ def main():
     parser.add_argument("--profile", default="fibre")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--only")
+    parser.add_argument("--build", default="release", help="debug is for trying the script itself")
     parser.add_argument("--out", default=os.path.join(ROOT, "target", "bench", "link.json"))
     args = parser.parse_args()
     rows = []
-    with Bench(args.profile) as bench:
+    with Bench(args.profile, args.build) as bench:
         tools = {"limb": bench.with_limb, "sshfs": bench.with_sshfs}
         for rep in range(args.reps):
             for what in ("seq", "tree", "write"):
