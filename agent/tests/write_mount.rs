@@ -58,7 +58,11 @@ fn rig(test: &str, limits: OutboxSettings, durability: Durability) -> Option<Rig
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let home = FakeHome::new();
     let stop = CancellationToken::new();
-    let outbox = Outbox::new(limits, Box::new(|refusal| eprintln!("{refusal:?}")), stop.clone());
+    let outbox = Outbox::new(
+        limits,
+        Box::new(|refusal| drop(writeln!(std::io::stderr(), "{refusal:?}"))),
+        stop.clone(),
+    );
     let output = Output::new(OutputSettings {
         tree: TreeSettings {
             output: OutputNumber(1),

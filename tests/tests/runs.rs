@@ -259,6 +259,8 @@ fn a_bad_job_file_is_refused_before_anything_starts() {
         ("run: echo\nlimits: {max_duration: 90}\n", "90"),
         ("run: echo\nmounts: {/data: \"{root}/no-such-directory\"}\n", "no-such-directory"),
         ("run: echo\nmounts: {/data: {source: \"{root}/src\", class: sealed}}\n", "sealed"),
+        ("run: echo\noutputs: {/out: {dest: \"{root}/state/limb/results\"}}\n", "state/limb"),
+        ("run: echo\noutputs: {/out: {dest: \"{root}\"}}\n", "state/limb"),
     ] {
         let ended = home.run("bad", yaml);
         assert!(ended.code != 0 && ended.stderr.contains(words), "{yaml}: {ended:?}");

@@ -227,20 +227,17 @@ impl Outbox {
             let added = self.added.notified();
             let mut added = std::pin::pin!(added);
             added.as_mut().enable();
-            if let Some((outgoing, after)) = self.next_now(position) {
-                return (outgoing, after);
+            match self.next_now(position) {
+                Ok(found) => return found,
+                Err(end) => position = position.max(end),
             }
-            position = position.max(self.end());
             added.await;
         }
     }
 
-    fn end(&self) -> u64 {
-        let log = self.lock();
-        log.first + log.items.len() as u64
-    }
-
-    fn next_now(&self, position: u64) -> Option<(Outgoing, u64)> {
+    /// What comes next, or where the log ends: both from one look, since what is added between
+    /// two would be stepped over and never sent.
+    fn next_now(&self, position: u64) -> Result<(Outgoing, u64), u64> {
         let log = self.lock();
         let skip = usize::try_from(position.saturating_sub(log.first)).unwrap_or(usize::MAX);
         for (at, item) in log.items.iter().enumerate().skip(skip) {
@@ -250,16 +247,16 @@ impl Outbox {
                     if let Some(chunk) =
                         chunk.upgrade().filter(|chunk| log.unacknowledged.contains_key(&chunk.key))
                     {
-                        return Some((Outgoing::Chunk(chunk), after));
+                        return Ok((Outgoing::Chunk(chunk), after));
                     }
                 }
                 Item::Entry { seq, output, op, .. } if *seq > log.durable_seq => {
-                    return Some((Outgoing::Entry { seq: *seq, output: *output, op: Arc::clone(op) }, after));
+                    return Ok((Outgoing::Entry { seq: *seq, output: *output, op: Arc::clone(op) }, after));
                 }
                 Item::Entry { .. } => {}
             }
         }
-        None
+        Err(log.first + log.items.len() as u64)
     }
 
     /// Changes with every acknowledgement.
@@ -430,5 +427,46 @@ pub fn lower_inode(base: FileBase) -> Option<Inode> {
     match base {
         Base::Lower(inode) => Some(inode),
         Base::Nothing | Base::File(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is added while the reader finds nothing must still be sent: a skipped entry would
+    /// leave its fsync waiting for ever.
+    #[test]
+    fn nothing_is_stepped_over_while_writers_add() {
+        const ENTRIES: u64 = 30_000;
+        let settings = OutboxSettings { dirty_bytes: 1 << 20, clean_bytes: 0 };
+        let outbox = Outbox::new(settings, Box::new(|_| {}), CancellationToken::new());
+        let writer = {
+            let outbox = Arc::clone(&outbox);
+            std::thread::spawn(move || {
+                for inode in 0..ENTRIES {
+                    let op = Op::Removed { path: b"x".to_vec(), directory: false };
+                    outbox.push(OutputNumber(0), inode, op);
+                    // Leaves the reader at the end of the log again and again.
+                    if inode % 3 == 0 {
+                        std::thread::yield_now();
+                    }
+                }
+            })
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let (mut position, mut expected) = (0, 1);
+            while expected <= ENTRIES {
+                let next = tokio::time::timeout(std::time::Duration::from_secs(60), outbox.next(position));
+                let (outgoing, after) = next.await.expect("an entry was stepped over");
+                match outgoing {
+                    Outgoing::Entry { seq, .. } => assert_eq!(seq, expected),
+                    Outgoing::Chunk(_) => panic!("no chunk was added"),
+                }
+                (position, expected) = (after, expected + 1);
+            }
+        });
+        writer.join().unwrap();
     }
 }

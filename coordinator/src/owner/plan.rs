@@ -46,6 +46,19 @@ fn invalid(problem: impl std::fmt::Display) -> Status {
     Status::invalid_argument(problem.to_string())
 }
 
+/// Is one of these below the other (or the same place), links in what exists of them followed?
+fn meets(one: &Path, other: &Path) -> bool {
+    let real = |path: &Path| {
+        path.ancestors().find_map(|exists| {
+            let rest = path.strip_prefix(exists).ok()?;
+            exists.canonicalize().ok().map(|real| real.join(rest))
+        })
+    };
+    let (one, other) =
+        (real(one).unwrap_or_else(|| one.to_owned()), real(other).unwrap_or_else(|| other.to_owned()));
+    one.starts_with(&other) || other.starts_with(&one)
+}
+
 impl OwnerService {
     pub(super) async fn draft(&self, source: proto::JobSource) -> Result<Draft, Status> {
         let base = Path::new(&source.base_dir);
@@ -59,6 +72,17 @@ impl OwnerService {
         let pairs = |pairs: &[proto::EnvPair]| -> BTreeMap<String, String> {
             pairs.iter().map(|pair| (pair.name.clone(), pair.value.clone())).collect()
         };
+        for output in &job.outputs {
+            let dest = output.dest.render(&job.name, "{run}", 1);
+            if meets(&dest, &self.settings.state_dir) {
+                return Err(invalid(format!(
+                    "results may not land at {}: limb keeps its own ledger and keys in {}; hint: choose \
+                     another `dest`",
+                    dest.display(),
+                    self.settings.state_dir.display()
+                )));
+            }
+        }
         let bound = job.bind(&pairs(&source.env), &pairs(&source.secrets)).map_err(invalid)?;
         let provider = self.choose_provider(&source.provider, &job)?;
         let offers =
