@@ -23,7 +23,7 @@ sys.path.insert(0, os.path.join(ROOT, "tests", "linklab"))
 import labutil  # noqa: E402
 
 MIB = 1 << 20
-SEQ, FILES, CHECKPOINT = 512 * MIB, 500, 256 * MIB
+SEQ, FILES, CHECKPOINT = 256 * MIB, 250, 256 * MIB
 HOME_IP = "10.77.0.1"
 
 

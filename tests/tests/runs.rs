@@ -76,7 +76,7 @@ fn the_jobs_own_code_is_limbs_code() {
         ("false | true", 1, "job exit 1"),
         ("kill -KILL $$", 137, "signal 9"),
         ("kill -TERM $$", 143, "signal 15"),
-        ("python3 -c 'import os; os.abort()'", 134, "134"),
+        ("python3 -c 'import os; os.abort()'", 134, "signal 6"),
     ];
     for (index, (script, code, words)) in cases.iter().enumerate() {
         let ended = home.run(&format!("code-{index}"), &format!("run: \"{script}\"\n"));
