@@ -176,12 +176,31 @@ fn copy(file: &ResultFile, target: &Path) -> anyhow::Result<()> {
             source.display(),
             file.b3sum
         );
-        fs::rename(&part, target).with_context(|| format!("could not make {}", target.display()))
+        put(&part, target, &file.b3sum)
     });
-    if result.is_err() {
-        drop(fs::remove_file(&part));
-    }
+    // After a success the part has become the target, or was not needed.
+    drop(fs::remove_file(&part));
     result
+}
+
+/// Gives the part its name, never over something else of the owner's.
+fn put(part: &Path, target: &Path, hash: &str) -> anyhow::Result<()> {
+    use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+    match renameat2(AT_FDCWD, part, AT_FDCWD, target, RenameFlags::RENAME_NOREPLACE) {
+        Ok(()) => Ok(()),
+        Err(nix::errno::Errno::EEXIST) => {
+            let mut hasher = blake3::Hasher::new();
+            let same = File::open(target).and_then(|file| hasher.update_reader(file).map(drop)).is_ok()
+                && hasher.finalize().to_hex().as_str() == hash;
+            anyhow::ensure!(
+                same,
+                "{} is there already and is another file; hint: move it away, or choose another --to",
+                target.display()
+            );
+            Ok(())
+        }
+        Err(error) => Err(error).with_context(|| format!("could not make {}", target.display())),
+    }
 }
 
 fn hash_copy(source: &Path, part: &Path) -> std::io::Result<String> {
@@ -232,6 +251,21 @@ mod tests {
         assert_eq!(fs::read_dir(&to).unwrap().count(), 1, "a bad copy leaves nothing");
         std::os::unix::fs::symlink("/etc/passwd", dest.join("link")).unwrap();
         assert!(copy(&file(&dest, "link", b""), &to.join("c")).is_err());
+    }
+
+    #[test]
+    fn a_file_of_the_owners_is_never_overwritten() {
+        let dir = tempfile::tempdir().unwrap();
+        let (dest, target) = (dir.path().join("dest"), dir.path().join("mine"));
+        fs::create_dir_all(&dest).unwrap();
+        fs::write(dest.join("a"), "result").unwrap();
+        fs::write(&target, "mine").unwrap();
+        let error = copy(&file(&dest, "a", b"result"), &target).unwrap_err();
+        assert!(error.to_string().contains("is there already"), "{error}");
+        assert_eq!(fs::read(&target).unwrap(), b"mine");
+        fs::write(&target, "result").unwrap();
+        copy(&file(&dest, "a", b"result"), &target).unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2, "no part is left");
     }
 
     #[test]
