@@ -240,7 +240,8 @@ impl MountSession {
         if ended.recv_timeout(END_GRACE) == Err(RecvTimeoutError::Timeout) {
             tracing::warn!(mount = self.name, "the session's threads have not ended");
         }
-        if control::is_listed(self.minor) {
+        // By path too: the kernel gives a free minor to the next mount at once.
+        if control::find_mount(&self.path).is_some_and(|entry| entry.minor == self.minor) {
             self.over.store(false, Ordering::SeqCst);
             return Err(MountError::StillMounted { path: self.path.clone() });
         }

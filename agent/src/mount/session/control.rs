@@ -26,11 +26,6 @@ pub(super) fn find_mount(path: &Path) -> Option<MountEntry> {
     fuse.then_some(entry)
 }
 
-/// Does any path of this mount namespace lead to the mount with this minor?
-pub(super) fn is_listed(minor: u32) -> bool {
-    parse(&read_table()).any(|(fuse, entry)| fuse && entry.minor == minor)
-}
-
 fn read_table() -> Vec<u8> {
     fs::read("/proc/self/mountinfo").unwrap_or_default()
 }
