@@ -438,19 +438,22 @@ mod tests {
     /// leave its fsync waiting for ever.
     #[test]
     fn nothing_is_stepped_over_while_writers_add() {
-        const ENTRIES: u64 = 30_000;
+        const ENTRIES: u64 = 200_000;
         let settings = OutboxSettings { dirty_bytes: 1 << 20, clean_bytes: 0 };
         let outbox = Outbox::new(settings, Box::new(|_| {}), CancellationToken::new());
+        let seen = Arc::new(std::sync::atomic::AtomicU64::new(0));
         let writer = {
-            let outbox = Arc::clone(&outbox);
+            let (outbox, seen) = (Arc::clone(&outbox), Arc::clone(&seen));
             std::thread::spawn(move || {
                 for inode in 0..ENTRIES {
+                    // One at a time, after a pause that varies: it meets the reader at the end of
+                    // the log, between its look and its wait.
+                    while seen.load(std::sync::atomic::Ordering::Acquire) < inode {
+                        std::hint::spin_loop();
+                    }
+                    (0..inode % 97).for_each(|_| std::hint::spin_loop());
                     let op = Op::Removed { path: b"x".to_vec(), directory: false };
                     outbox.push(OutputNumber(0), inode, op);
-                    // Leaves the reader at the end of the log again and again.
-                    if inode % 3 == 0 {
-                        std::thread::yield_now();
-                    }
                 }
             })
         };
@@ -458,12 +461,13 @@ mod tests {
         runtime.block_on(async {
             let (mut position, mut expected) = (0, 1);
             while expected <= ENTRIES {
-                let next = tokio::time::timeout(std::time::Duration::from_secs(60), outbox.next(position));
+                let next = tokio::time::timeout(std::time::Duration::from_secs(10), outbox.next(position));
                 let (outgoing, after) = next.await.expect("an entry was stepped over");
                 match outgoing {
                     Outgoing::Entry { seq, .. } => assert_eq!(seq, expected),
                     Outgoing::Chunk(_) => panic!("no chunk was added"),
                 }
+                seen.store(expected, std::sync::atomic::Ordering::Release);
                 (position, expected) = (after, expected + 1);
             }
         });
