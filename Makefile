@@ -5,7 +5,7 @@
 #
 # Both install what they need (tests/setup says what, and asks apt only for what is missing).
 
-.PHONY: demo test test-long lint bench bench-link build setup clean
+.PHONY: demo test test-long lint bench bench-read build setup clean
 
 build: setup
 	cargo build --workspace --bins
@@ -33,6 +33,13 @@ bench:
 	tests/setup bench
 	cargo build --release --bins -p limb -p limb-agent
 	bench/link.py
+
+# Every kind of read beside sshfs, rclone, s3fs, rsync and tar over ssh, and the link's ceiling: about
+# an hour and a half. Needs root; writes target/bench/read.json and read.svg.
+bench-read:
+	tests/setup bench-read
+	cargo build --release --bins -p limb -p limb-agent
+	bench/read.py
 
 setup:
 	tests/setup build

@@ -1,189 +1,97 @@
 #!/usr/bin/env python3
 """limb beside sshfs over a simulated link, in one run: sequential read, small files, checkpoint.
 
-    bench/link.py [--profile fibre] [--reps 3] [--only limb|sshfs] [--out target/bench/link.json]
+    bench/link.py [--profile fibre] [--reps 3] [--only limb|sshfs] [--scale 0.1] [--build DIR]
+                  [--out target/bench/link.json]
 
-Home and box are two network namespaces joined by linklab; the limb coordinator and an sshd run at
-home, the agent and sshfs on the box. Every repetition starts cold (a fresh mount; sshfs: a fresh
-mount, no page cache). Root only. Figures go to the JSON file and a table to stdout.
+The short benchmark; bench/read.py is the thorough one for reads. Every repetition starts cold (a
+fresh agent; a fresh mount). sshfs runs with its defaults and attributes cached for an hour. Root
+only. Figures go to the JSON file and a table to stdout.
 """
 import argparse
 import json
 import os
-import random
-import shutil
-import signal
 import statistics
-import subprocess
 import sys
-import textwrap
 
-ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-sys.path.insert(0, os.path.join(ROOT, "tests", "linklab"))
-import labutil  # noqa: E402
+import data
+import lab as ground
+from limb import Limb
 
 MIB = 1 << 20
 SEQ, FILES, CHECKPOINT = 256 * MIB, 250, 256 * MIB
-HOME_IP = "10.77.0.1"
+WORKS = ("seq", "tree", "write")
+SSHFS = ground.bench_tools.sshfs("-o", "cache_timeout=3600")
 
 
 class Bench:
-    def __init__(self, profile, build):
-        self.lab = labutil.Bench("lb")
-        self.profile = profile
-        self.work = os.path.join(ROOT, "target", "bench", "work")
-        self.data, self.dest = self.work + "/home/data", self.work + "/home/dest"
-        self.mnt, self.etc = self.work + "/mnt", self.work + "/etc"
-        self.sshd = None
-        self.env = dict(os.environ, XDG_STATE_HOME=self.work + "/state", XDG_CONFIG_HOME=self.work + "/config",
-                        XDG_RUNTIME_DIR=self.work + "/run")
-        self.build = os.path.join(ROOT, "target", build)
-        self.limb = os.path.join(self.build, "limb")
-
-    def __enter__(self):
-        shutil.rmtree(self.work, ignore_errors=True)
-        for folder in (self.work + "/home", self.mnt, self.etc, self.work + "/run", self.work + "/config/limb", "/run/sshd"):
-            os.makedirs(folder, exist_ok=True)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4g", "limb-bench", self.work + "/home"], check=True)
-        os.makedirs(self.data + "/tree")
+    def __init__(self, lab, build, scale):
+        self.lab, self.checkpoint = lab, int(CHECKPOINT * scale)
+        self.limb = Limb(lab, build)
+        self.dest = lab.home + "/dest"
         os.makedirs(self.dest)
-        self.make_data()
-        self.lab.linklab("up", "--profile", self.profile)
-        self.make_ssh()
-        self.make_limb()
-        return self
+        self.files, _, self.tar_bytes = data.tree_figures(lab.data + "/tree")
 
-    def __exit__(self, *_):
-        subprocess.run(["nsenter", f"--net=/run/netns/{self.lab.ns['home']}", "--", self.limb, "serve", "--stop"],
-                       env=self.env, capture_output=True)
-        if self.sshd:
-            self.sshd.send_signal(signal.SIGTERM)
-            self.sshd.wait()
-        subprocess.run(["umount", "-l", self.mnt], capture_output=True)
-        self.lab.linklab("down", check=False)
-        subprocess.run(["umount", "-l", self.work + "/home"], capture_output=True)
-        shutil.rmtree(self.work, ignore_errors=True)
+    def command(self, what, source, out):
+        return {"seq": ["seq", f"{source}/seq/big.bin"],
+                "tree": ["tree", f"{source}/tree", "--files", str(self.files), "--tar-bytes", str(self.tar_bytes)],
+                "write": ["write", f"{out}/checkpoint.bin", "--limit", str(self.checkpoint)]}[what]
 
-    def make_data(self):
-        with open(self.data + "/big.bin", "wb") as f:
-            for _ in range(SEQ // (16 * MIB)):
-                f.write(os.urandom(16 * MIB))
-        rng, blob = random.Random(3), os.urandom(16 * MIB)
-        for i in range(FILES):
-            folder = f"{self.data}/tree/d{i // 100:03}"
-            os.makedirs(folder, exist_ok=True)
-            n = rng.randint(4096, 40960)
-            o = rng.randrange(0, len(blob) - n)
-            with open(f"{folder}/f{i % 100:03}.bin", "wb") as f:
-                f.write(blob[o:o + n])
-
-    def make_ssh(self):
-        for key in ("key", "hostkey"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{self.etc}/{key}"], check=True)
-        shutil.copy(self.etc + "/key.pub", self.etc + "/authorized")
-        with open(self.etc + "/sshd_config", "w") as f:
-            f.write(textwrap.dedent(f"""\
-                Port 2222
-                ListenAddress {HOME_IP}
-                HostKey {self.etc}/hostkey
-                AuthorizedKeysFile {self.etc}/authorized
-                PermitRootLogin prohibit-password
-                PasswordAuthentication no
-                KbdInteractiveAuthentication no
-                UsePAM no
-                StrictModes no
-                PidFile none
-                Subsystem sftp internal-sftp
-                """))
-        self.sshd = self.lab.start("home", ["/usr/sbin/sshd", "-D", "-e", "-f", self.etc + "/sshd_config"])
-
-    def make_limb(self):
-        wrapper = self.work + "/agent-in-the-box"
-        agent = os.path.join(self.build, "limb-agent")
-        with open(wrapper, "w") as f:
-            f.write(f'#!/bin/sh\nexec nsenter --net=/run/netns/{self.lab.ns["box"]} -- {agent} "$@"\n')
-        os.chmod(wrapper, 0o755)
-        with open(self.work + "/config/limb/limb.toml", "w") as f:
-            f.write(f'listen = "{HOME_IP}:7443"\nagent = "{wrapper}"\n')
-
-    # -- one cold measurement each ---------------------------------------------------------
     def with_limb(self, what):
-        shutil.rmtree(self.dest, ignore_errors=True)
-        os.makedirs(self.dest)
-        job = self.work + "/job.yaml"
-        with open(job, "w") as f:
-            f.write(textwrap.dedent(f"""\
-                name: bench
-                workdir: {ROOT}/bench
-                resources: {{infra: [local]}}
-                mounts: {{/data: {self.data}}}
-                outputs: {{/out: {{dest: {self.dest}}}}}
-                run: python3 work.py {self.command(what, '/data', '/out')}
-                """))
-        out = self.lab.run("home", [self.limb, "run", "-y", job], env=self.env)
-        if out.returncode:
-            raise RuntimeError(f"limb run: {out.returncode}\n{out.stdout}\n{out.stderr}")
-        return self.result(out.stdout)
+        return self.limb.run(self.command(what, "/data", "/out"), {"/data": self.lab.data}, 120, output=self.dest)
 
     def with_sshfs(self, what):
-        target = f"root@{HOME_IP}:{self.work}/home"
-        mounted = self.lab.run("box", [
-            "sshfs", "-p", "2222", "-o", f"IdentityFile={self.etc}/key,StrictHostKeyChecking=no",
-            "-o", "UserKnownHostsFile=/dev/null,cache_timeout=3600", target, self.mnt])
-        if mounted.returncode or not os.path.ismount(self.mnt):
-            raise RuntimeError(f"sshfs did not mount: {mounted.stderr}")
         try:
-            command = self.command(what, self.mnt + "/data", self.mnt + "/dest").split()
-            out = self.lab.run("box", ["python3", ROOT + "/bench/work.py", *command])
-            if out.returncode:
-                raise RuntimeError(f"{command} over sshfs: {out.stderr}")
-            return self.result(out.stdout)
+            SSHFS(self.lab)
+            return self.lab.run_work(self.command(what, self.lab.mnt, self.lab.mnt + "/up"), 120)
         finally:
-            # sshfs is its own process: wait until it has gone, or the next mount meets it.
-            subprocess.run(["umount", self.mnt], capture_output=True)
-            subprocess.run(["umount", "-l", self.mnt], capture_output=True)
+            self.lab.unmount()
 
-    @staticmethod
-    def command(what, data, out):
-        return {"seq": f"seq {data}/big.bin", "tree": f"tree {data}/tree",
-                "write": f"write {out}/checkpoint.bin {CHECKPOINT}"}[what]
 
-    @staticmethod
-    def result(text):
-        line = next(line for line in text.splitlines() if line.startswith("RESULT "))
-        return json.loads(line.removeprefix("RESULT "))
+def make_data(root, scale):
+    os.makedirs(root + "/seq")
+    data.noise(root + "/seq/big.bin", int(SEQ * scale))
+    data.tree(root + "/tree", int(FILES * scale))
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--profile", default="fibre")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", default="fibre", help="of `tests/linklab/linklab profiles`")
     parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--only")
-    parser.add_argument("--build", default="release", help="debug is for trying the script itself")
-    parser.add_argument("--out", default=os.path.join(ROOT, "target", "bench", "link.json"))
+    parser.add_argument("--only", choices=["limb", "sshfs"])
+    parser.add_argument("--scale", type=float, default=1.0, help="less data for a quick look")
+    parser.add_argument("--build", default=os.path.join(ground.ROOT, "target", "release"), help="where limb and limb-agent are")
+    parser.add_argument("--out", default=os.path.join(ground.OUT, "link.json"))
     args = parser.parse_args()
-    rows = []
-    with Bench(args.profile, args.build) as bench:
+    samples = []
+    with ground.Lab(lambda root: make_data(root, args.scale), 4 * ground.GIB) as lab:
+        lab.lab.linklab("set", "--profile", args.profile)
+        bench = Bench(lab, os.path.abspath(args.build), args.scale)
         tools = {"limb": bench.with_limb, "sshfs": bench.with_sshfs}
-        for rep in range(args.reps):
-            for what in ("seq", "tree", "write"):
-                for tool, measure in tools.items():
-                    if args.only in (None, tool):
-                        row = {"tool": tool, "rep": rep, "profile": args.profile} | measure(what)
-                        rows.append(row)
-                        print(json.dumps(row), file=sys.stderr, flush=True)
+        try:
+            for rep in range(args.reps):
+                for what in WORKS:
+                    for tool in (t for t in tools if args.only in (None, t)):
+                        samples.append({"tool": tool, "rep": rep, "profile": args.profile} | tools[tool](what))
+                        print(json.dumps(samples[-1]), file=sys.stderr, flush=True)
+        finally:
+            bench.limb.stop()
     os.makedirs(os.path.dirname(args.out), exist_ok=True)
     with open(args.out, "w") as f:
-        json.dump(rows, f, indent=1)
+        json.dump(samples, f, indent=1)
+    table(samples)
+
+
+def table(samples):
     print("| workload | tool | seconds min/median/max | MB/s (median) | files/s |\n|---|---|---|---|---|")
-    for what in ("seq", "tree", "write"):
+    for what in WORKS:
         for tool in ("limb", "sshfs"):
-            some = [r for r in rows if r["what"] == what and r["tool"] == tool]
+            some = [s for s in samples if s["what"] == what and s["tool"] == tool]
             if some:
-                s = sorted(r["seconds"] for r in some)
-                mid = statistics.median(s)
-                files = f"{some[0]['files'] / mid:.0f}" if "files" in some[0] else ""
-                print(f"| {what} | {tool} | {s[0]:.2f}/{mid:.2f}/{s[-1]:.2f} | {some[0]['bytes'] / mid / 1e6:.1f} | {files} |")
+                secs = [s["secs"] for s in some]
+                rate, files = (statistics.median(s.get(key, 0) / s["secs"] for s in some) for key in ("bytes", "files"))
+                print(f"| {what} | {tool} | {min(secs):.2f}/{statistics.median(secs):.2f}/{max(secs):.2f} | "
+                      f"{rate / 1e6:.1f} | {f'{files:.0f}' if files else ''} |")
 
 
 if __name__ == "__main__":

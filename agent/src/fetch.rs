@@ -5,17 +5,20 @@
 
 mod cache;
 mod fetcher;
-mod meter;
+mod parts;
 mod transport;
 
 pub use fetcher::{FetchStats, Fetcher, FetcherLimits};
-pub use transport::{Ask, ChunkTransport, TransportError, TransportFuture};
+pub use transport::{
+    Ask, ChunkTransport, PackAsk, PackFuture, PartAsk, PartFuture, TransportError, TransportFuture,
+};
 
 use std::future::Future;
+use std::ops::Range;
 use std::pin::Pin;
 
 use limb_common::assignment::{OutputNumber, SetNumber};
-use limb_common::chunk::{ChunkId, VerifiedChunk};
+use limb_common::chunk::{ChunkId, VerifiedChunk, VerifiedSlice};
 use limb_common::manifest::Inode;
 
 /// Where home finds a chunk. Home serves only what this attempt's certificate may see.
@@ -53,11 +56,30 @@ pub enum FetchError {
     Closed,
 }
 
+pub type SliceFuture = Pin<Box<dyn Future<Output = Result<VerifiedSlice, FetchError>> + Send>>;
 pub type FetchFuture = Pin<Box<dyn Future<Output = Result<VerifiedChunk, FetchError>> + Send>>;
 
 /// Gives verified chunks. Waits through a dead link; ends only with an answer or `Closed`.
 pub trait ChunkSource: Send + Sync + 'static {
     fn fetch(&self, address: ChunkAddress, id: ChunkId, priority: Priority) -> FetchFuture;
+
+    /// Some bytes of a chunk, for somebody who waits: of the whole chunk if it is here or on its
+    /// way, else no more than the groups that hold them.
+    fn fetch_slice(&self, address: ChunkAddress, id: ChunkId, range: Range<usize>) -> SliceFuture {
+        let whole = self.fetch(address, id, Priority::Demand);
+        Box::pin(async move { slice_of(&whole.await?, range) })
+    }
+
+    /// Is it better to fetch whole chunks of such a file although only a part is asked for? The
+    /// rest will be wanted, there is room for it, and it costs the reader little time.
+    fn whole_pays(&self, _file_bytes: u64) -> bool {
+        true
+    }
+
+    /// The slice if it is in memory already. Never blocks.
+    fn cached_slice(&self, id: &ChunkId, range: Range<usize>) -> Option<VerifiedSlice> {
+        self.cached(id)?.slice(range)
+    }
 
     /// The chunk if it is in memory already. Never blocks, so a FUSE thread may call it.
     fn cached(&self, id: &ChunkId) -> Option<VerifiedChunk>;
@@ -68,8 +90,27 @@ pub trait ChunkSource: Send + Sync + 'static {
         drop(self.fetch(address, id, priority));
     }
 
+    /// The same for small files of one chunk each, which may travel as one: they will probably be
+    /// read one after the other. At most [`limb_common::wire::MAX_PACK_FILES`] and
+    /// [`limb_common::wire::MAX_PACK_BYTES`].
+    fn prefetch_pack(&self, set: SetNumber, files: &[(Inode, ChunkId)], priority: Priority) {
+        for &(inode, id) in files {
+            self.prefetch(ChunkAddress::Set { set, inode, index: 0 }, id, priority);
+        }
+    }
+
+    /// Of what is fetched before anybody asks: how many bytes will still be here when somebody does.
+    fn room_ahead_bytes(&self) -> u64 {
+        u64::MAX / 256
+    }
+
     /// Bandwidth × delay of the way home in bytes; `None` until enough was measured.
     fn bandwidth_delay_bytes(&self) -> Option<u64> {
         None
     }
+}
+
+/// What callers ask for lies within the chunk; this is only for the type.
+fn slice_of(chunk: &VerifiedChunk, range: Range<usize>) -> Result<VerifiedSlice, FetchError> {
+    chunk.slice(range).ok_or_else(|| FetchError::Io { detail: "outside of the chunk".to_owned() })
 }

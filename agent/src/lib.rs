@@ -12,3 +12,4 @@ pub mod logs;
 pub mod mount;
 pub mod results;
 pub mod run;
+pub mod trace;

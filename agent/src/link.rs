@@ -13,6 +13,7 @@ mod enrol;
 pub mod logs;
 pub mod results;
 mod tls;
+pub mod traces;
 
 use std::future::ready;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -169,6 +170,10 @@ impl Channels for Link {
         let config = Arc::clone(&self.current().config);
         let channel = channel(Arc::clone(&self.dialer), config, self.leash.clone(), Use::Bulk);
         Box::pin(ready(Ok(channel)))
+    }
+
+    fn round_trip(&self) -> Option<Duration> {
+        self.dialer.round_trip()
     }
 }
 

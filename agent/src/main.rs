@@ -32,6 +32,7 @@ fn main() -> ExitCode {
         return limb_agent::job::init::main();
     }
     let Command::Run { settings } = Arguments::parse().command;
+    limb_common::memory::keep_large_buffers();
     tracing_subscriber::fmt()
         .with_env_filter(
             tracing_subscriber::EnvFilter::try_from_env("LIMB_LOG").unwrap_or_else(|_| "info".into()),

@@ -7,7 +7,9 @@
 //! The leash stands beside all of it: when the lease is over, its thread destroys everything and
 //! powers off without asking here.
 
+mod keeping;
 mod place;
+mod traces;
 mod work;
 
 use std::path::{Path, PathBuf};
@@ -31,6 +33,9 @@ use crate::link::{Link, LinkError, boot_id};
 
 /// After the ordered end: what the runtime's last tasks may take.
 const RUNTIME_END: Duration = Duration::from_secs(1);
+
+/// For what the job touched to get home: a hint, that no box is kept for.
+const TRACE_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What the agent meets the world with.
 pub struct Edges {
@@ -203,7 +208,13 @@ impl Life<'_> {
         let has_setup = !assignment.setup.is_empty();
         let (end, bound) = job.until_ended(&place, &self.mounts, orders, reporter, has_setup).await;
         reporter.report(BoxEvent::JobEnded(end)).await;
-        job.drain(&place, assignment, orders, bound).await
+        let traced = async {
+            if let Some(traces) = &place.traces {
+                traces.finish(reporter, bound.unwrap_or(TRACE_PATIENCE).min(TRACE_PATIENCE)).await;
+            }
+        };
+        // Beside the drain, which counts from now.
+        tokio::join!(job.drain(&place, assignment, orders, bound), traced).0
     }
 }
 

@@ -15,12 +15,12 @@ use limb_common::assignment::{SetNumber, SetSpec};
 use limb_common::id::Digest;
 use limb_common::manifest::{Inode, ManifestBuilder, NewNode, NodeMeta, ROOT};
 use limb_proto::v1;
+use limb_proto::v1::fetch_request::What;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 const LEN: usize = 1 << 20;
-const SOON: ChunkPatience =
-    ChunkPatience { stream: Duration::from_millis(400), chunk: Duration::from_secs(60) };
+const SOON: ChunkPatience = ChunkPatience { stream: Duration::from_millis(400) };
 
 fn bytes_of(index: u64) -> Bytes {
     let mut out = vec![0; LEN];
@@ -83,7 +83,7 @@ async fn what_home_refuses_is_said_and_too_many_bytes_are_not_kept() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_raise_asks_again_first_and_a_drop_cancels() {
+async fn a_raise_is_said_and_a_drop_cancels() {
     let state = home(3, &[Mood::Mute]);
     let (channels, _server) = start(Arc::clone(&state), 0).await;
     let stop = CancellationToken::new();
@@ -91,19 +91,17 @@ async fn a_raise_asks_again_first_and_a_drop_cancels() {
     let priority = watch::Sender::new(Priority::ReadAhead);
     let mut requests = state.requests.subscribe();
     let raised = limb_common::task::spawn("raised", link.fetch(ask(0, &priority)));
-    let first = requests.wait_for(|all| all.len() == 1).await.unwrap()[0].1;
+    let first = requests.wait_for(|all| all.len() == 1).await.unwrap()[0].1.clone();
     assert_eq!(first.priority, 1);
     priority.send_replace(Priority::Demand);
-    let all = requests.wait_for(|all| all.len() == 3).await.unwrap().clone();
-    assert_eq!((all[1].1.priority, all[1].1.what), (0, first.what));
-    assert_eq!(all[2].1.what, Some(v1::fetch_request::What::Cancel(true)));
-    assert_eq!(all[2].1.id, first.id);
+    let said = requests.wait_for(|all| all.len() == 2).await.unwrap()[1].1.clone();
+    assert_eq!((said.id, said.priority, said.what), (first.id, 0, Some(What::Raise(true))));
     drop(raised);
-    let last = requests.wait_for(|all| all.len() == 4).await.unwrap()[3].1;
-    assert_eq!((last.id, last.what), (all[1].1.id, Some(v1::fetch_request::What::Cancel(true))));
+    let last = requests.wait_for(|all| all.len() == 3).await.unwrap()[2].1.clone();
+    assert_eq!((last.id, last.what), (first.id, Some(What::Cancel(true))));
 
     let waiting = limb_common::task::spawn("waiting", link.fetch(ask(1, &priority)));
-    requests.wait_for(|all| all.len() == 5).await.unwrap();
+    requests.wait_for(|all| all.len() == 4).await.unwrap();
     stop.cancel();
     assert_eq!(waiting.join().await, Some(Err(TransportError::Closed)));
 }
@@ -167,4 +165,41 @@ async fn a_manifest_that_is_another_or_swells_is_refused() {
 
     let missing = ask_manifest(&spec, vec![Err(tonic::Status::not_found("unknown or forbidden"))]).await;
     assert!(matches!(missing, Err(ManifestFetchError::NotFound)));
+}
+
+fn lines(seed: u64) -> Bytes {
+    let lines: String =
+        (0..60_000).map(|n| format!("{seed} step {n}: loss 0.{}\n", n * 7919 % 9973)).collect();
+    Bytes::from(lines).slice(..LEN)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_far_home_is_asked_for_encodings_and_a_near_one_is_not() {
+    for (round_trip, far) in [(Duration::from_millis(40), true), (Duration::from_micros(200), false)] {
+        let mut state = Arc::into_inner(home(6, &[])).unwrap();
+        // Every other one compresses.
+        state.chunks.extend((0..3).map(|index| ((3, 7, 2 * index), lines(index))));
+        let state = Arc::new(state);
+        let (mut channels, _server) = start(Arc::clone(&state), 0).await;
+        channels.round_trip = Some(round_trip);
+        let link = GrpcChunks::new(Arc::new(channels), ChunkPatience::default(), CancellationToken::new());
+        let ahead = watch::Sender::new(Priority::ReadAhead);
+        // The first opening may carry asks from before anything was measured.
+        link.fetch(ask(0, &ahead)).await.unwrap();
+        for index in 0..6 {
+            assert_eq!(link.fetch(ask(index, &ahead)).await.unwrap(), state.chunks[&(3, 7, index)]);
+        }
+        let asked: Vec<_> = state.requests.borrow().iter().skip(1).map(|(_, one)| one.encoded).collect();
+        assert_eq!(asked, [far; 6], "{round_trip:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_encoded_answer_that_is_not_the_chunk_is_garbled() {
+    let state = home(1, &[Mood::Bomb]);
+    let (channels, _server) = start(state, 0).await;
+    let link = GrpcChunks::new(Arc::new(channels), ChunkPatience::default(), CancellationToken::new());
+    let demand = watch::Sender::new(Priority::Demand);
+    let error = link.fetch(ask(0, &demand)).await.unwrap_err();
+    assert!(matches!(error, TransportError::Garbled { .. }), "{error:?}");
 }

@@ -5,6 +5,7 @@
 mod memory;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use limb_agent::fetch::{
     ChunkAddress, ChunkSource as _, FetchError, Fetcher, FetcherLimits, Priority, TransportError,
@@ -170,4 +171,40 @@ async fn closing_ends_every_wait() {
     for wait in waits {
         assert_eq!(wait.await, Err(FetchError::Closed));
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_part_is_fetched_alone_verified_kept_and_shared() {
+    let setup = setup(3, 32);
+    let (address, id) = setup.chunk(0);
+    let slice = |range: std::ops::Range<usize>| setup.fetcher.fetch_slice(address, id, range);
+    let own = |range: std::ops::Range<usize>| setup.home.chunks()[&(setup.file, 0)].slice(range);
+    let (one, same) = tokio::join!(slice(70_000..74_096), slice(70_000..74_096));
+    assert_eq!(one.unwrap().bytes(), &own(70_000..74_096));
+    assert_eq!(same.unwrap().bytes(), &own(70_000..74_096));
+    // One group, once; what lies in it comes from memory.
+    assert_eq!(setup.home.part_bytes.load(Ordering::SeqCst), 1 << 14);
+    assert_eq!(setup.fetcher.cached_slice(&id, 65_536..80_000).unwrap().bytes(), &own(65_536..80_000));
+    assert!(setup.fetcher.cached_slice(&id, 65_535..65_540).is_none());
+    assert_eq!(setup.home.asks(), 0);
+
+    // A flipped byte and a short proof are asked for again, then refused.
+    setup.home.spoil(setup.file, 0, vec![Fault::FlipByte, Fault::Short]);
+    assert_eq!(slice(0..10).await.unwrap().bytes(), &own(0..10));
+    setup.home.spoil(setup.file, 0, vec![Fault::FlipByte, Fault::Short, Fault::FlipByte]);
+    let refused = slice(200_000..200_010).await.unwrap_err();
+    assert!(matches!(refused, FetchError::Corrupt { .. }), "{refused:?}");
+    assert_eq!(setup.fetcher.stats().in_flight_bytes, 0);
+
+    // Where the whole chunk is on its way, or all of it is asked for, that is waited for.
+    let before = setup.home.part_bytes.load(Ordering::SeqCst);
+    setup.home.stalled.send_replace(true);
+    let (address, id) = setup.chunk(1);
+    setup.fetcher.prefetch(address, id, Priority::ReadAhead);
+    let part = setup.fetcher.fetch_slice(address, id, 5..9);
+    setup.home.stalled.send_replace(false);
+    assert_eq!(part.await.unwrap().bytes(), &setup.home.chunks()[&(setup.file, 1)].slice(5..9));
+    let (address, id) = setup.chunk(2);
+    setup.fetcher.fetch_slice(address, id, 0..id.len as usize).await.unwrap();
+    assert_eq!((setup.home.asks(), setup.home.part_bytes.load(Ordering::SeqCst)), (2, before));
 }

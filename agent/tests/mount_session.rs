@@ -86,8 +86,11 @@ fn troubled(path: &Path) -> (MountSession, mpsc::Receiver<()>) {
     (MountSession::mount(fs, options).unwrap(), told)
 }
 
-fn listed(minor: u32) -> bool {
-    fs::read_to_string("/proc/self/mountinfo").unwrap().contains(&format!(" 0:{minor} "))
+/// By number and place: another test's mount may have the number by now.
+fn listed(minor: u32, path: &Path) -> bool {
+    let (number, place) = (format!(" 0:{minor} "), format!(" {} ", path.display()));
+    let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    table.lines().any(|line| line.contains(&number) && line.contains(&place))
 }
 
 #[test]
@@ -104,7 +107,7 @@ fn a_handler_that_panics_answers_eio_and_the_mount_lives_on() {
     }
     assert!(directory.path().join("fine").metadata().unwrap().is_file());
     session.unmount().unwrap();
-    assert!(!listed(session.minor()));
+    assert!(!listed(session.minor(), directory.path()));
 }
 
 #[test]
@@ -124,7 +127,7 @@ fn a_hung_lookup_and_an_open_file_hold_nobody() {
         .unwrap();
     told.recv_timeout(Duration::from_secs(20)).unwrap();
     session.unmount().unwrap();
-    assert!(!listed(session.minor()));
+    assert!(!listed(session.minor(), directory.path()));
     assert!(!ended_within(child, Duration::from_secs(1)).expect("freed").status.success());
     assert!(open.metadata().is_err(), "the connection is gone");
 }
@@ -176,10 +179,11 @@ fn dropping_a_session_unmounts() {
     let mut set = SetBuilder::new();
     set.file(set.root(), b"f", noise(1, 10));
     let mounted = Mounted::new(set, 1 << 20);
-    let minor = mounted.session.minor();
-    assert!(listed(minor));
+    let (minor, place) = (mounted.session.minor(), mounted.path(""));
+    let place = place.components().as_path().to_owned();
+    assert!(listed(minor, &place));
     drop(mounted);
-    assert!(!listed(minor));
+    assert!(!listed(minor, &place));
 }
 
 /// Run by `a_normal_user_mounts_through_fusermount3`, as that user.
@@ -203,9 +207,10 @@ fn as_a_normal_user() {
     });
     mounted.session.abort().unwrap();
     assert!(!ended_within(child, Duration::from_secs(1)).expect("freed").status.success());
-    let minor = mounted.session.minor();
+    let (minor, place) = (mounted.session.minor(), mounted.path(""));
+    let place = place.components().as_path().to_owned();
     drop(mounted);
-    assert!(!listed(minor));
+    assert!(!listed(minor, &place));
     println!("mounted and unmounted as a normal user");
 }
 

@@ -15,6 +15,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use limb_agent::fetch::{FetchError, Priority};
@@ -396,4 +397,34 @@ fn random_reads_fetch_what_they_touch_and_nothing_else() {
     }
     let fetched: BTreeSet<_> = mount.home.counts().into_keys().map(|(_, index)| index).collect();
     assert_eq!(fetched, touched);
+}
+
+#[test]
+fn over_a_slow_link_random_reads_fetch_no_more_than_their_groups() {
+    if cannot_mount("over_a_slow_link_random_reads_fetch_no_more_than_their_groups") {
+        return;
+    }
+    let bytes = noise(21, 24 * CHUNK_BYTES + 999);
+    let mut set = SetBuilder::new();
+    let draft = set.file(set.root(), b"weights", bytes.clone());
+    let mount = Mounted::new(set, CACHE);
+    mount.home.bandwidth_delay_bytes.store(100_000, Ordering::SeqCst);
+    let file = File::open(mount.path("weights")).unwrap();
+    nix::fcntl::posix_fadvise(file.as_fd(), 0, 0, nix::fcntl::PosixFadviseAdvice::POSIX_FADV_RANDOM).unwrap();
+    let mut got = vec![0; 4096];
+    for step in 0..200_usize {
+        let at = step * 7_777_777 % (bytes.len() - got.len());
+        file.read_exact_at(&mut got, at as u64).unwrap();
+        assert!(got == bytes[at..at + got.len()]);
+    }
+    assert_eq!(mount.home.asks(), 0, "a whole chunk was asked for");
+    let fetched = mount.home.part_bytes.load(Ordering::SeqCst);
+    assert!(fetched <= 200 * (2 << 14), "{fetched}");
+    // The end of the file, where the last group is short; and one whose bytes are wrong.
+    file.read_exact_at(&mut got[..999], 24 << 20).unwrap();
+    assert!(got[..999] == bytes[24 << 20..]);
+    mount.home.spoil(mount.order.inode(draft), 23, vec![Fault::FlipByte; 9]);
+    let refused = file.read_exact_at(&mut got, (24 << 20) - 4096).unwrap_err();
+    assert_eq!(refused.raw_os_error(), Some(nix::libc::EIO));
+    assert!(matches!(mount.problems.lock().unwrap()[..], [(_, FetchError::Corrupt { .. })]));
 }

@@ -33,6 +33,8 @@ pub struct Assignment {
     pub setup: String,
     pub command: Command,
     pub workdir_changes_cap_bytes: u64,
+    /// First touches are recorded, and those of earlier runs of the same job read ahead.
+    pub trace: bool,
     /// From SIGTERM to SIGKILL at a stop.
     pub stop_grace: Duration,
     /// The lease's TTL.

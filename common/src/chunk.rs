@@ -5,8 +5,14 @@
 //! hash of the file, so the owner can check anything with `b3sum`. A chaining value is bound to
 //! its offset: equal bytes at other offsets have other values.
 //!
-//! Invariant: only [`ChunkId::verify`] makes a [`VerifiedChunk`]. Caches and the kernel accept
-//! nothing else.
+//! Invariant: only [`ChunkId::verify`] makes a [`VerifiedChunk`], and only
+//! [`ChunkId::verify_part`] a [`VerifiedPart`]. Caches and the kernel accept nothing else.
+
+mod part;
+
+pub use part::{
+    GROUP_BYTES, VerifiedPart, VerifiedSlice, group_bytes, group_count, group_values, groups_of, proof,
+};
 
 use blake3::hazmat::{HasherExt as _, Mode, merge_subtrees_non_root, merge_subtrees_root};
 use bytes::Bytes;

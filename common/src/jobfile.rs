@@ -8,6 +8,7 @@
 //! job names. Values that the file leaves to the submitter are bound by [`JobFile::bind`].
 
 mod argv;
+mod broken;
 mod paths;
 mod read;
 mod sections;
@@ -86,6 +87,9 @@ pub struct JobFile {
     pub command: Command,
     pub limits: Limits,
     pub retry: Retry,
+    /// What the job touches first is recorded, and read ahead when the same job runs again over the
+    /// same sources (`trace: on`, the default).
+    pub trace: bool,
     file: String,
 }
 

@@ -154,6 +154,12 @@ impl Manifest {
         self.layout.inodes
     }
 
+    /// Chunks of all files, holes among them.
+    #[must_use]
+    pub fn chunk_total(&self) -> u64 {
+        self.layout.values
+    }
+
     /// Sum of the sizes of all files, each hard link counted once.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
@@ -322,6 +328,12 @@ impl<'a> Node<'a> {
         } else {
             ChunkRef::Data(ChunkId { hash: Digest(raw), position: Position::of(self.size, index), len })
         })
+    }
+
+    /// The number of a chunk among all of the manifest's, from 0.
+    #[must_use]
+    pub fn chunk_number(&self, index: u64) -> Option<u64> {
+        (index < self.chunk_count()).then(|| self.first + index)
     }
 
     /// Bytes that are not holes.

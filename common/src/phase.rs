@@ -26,8 +26,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::id::InstanceId;
 pub use outcome::{
-    DataOutcome, DestroyOutcome, ExitOrigin, ExitVerdict, HowEnded, JobOutcome, LimbExit, NotStarted,
-    StopCause,
+    DataOutcome, DestroyOutcome, ExitOrigin, ExitVerdict, HowEnded, JobOutcome, LimbExit, NO_LONGER_HOME,
+    NotStarted, StopCause,
 };
 
 /// Where an attempt is. What has been learnt about its outcomes stands beside it, in [`Attempt`].

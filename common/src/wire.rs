@@ -2,6 +2,7 @@
 //! sides of the link hold each other to.
 
 pub mod assignment;
+pub mod encoding;
 pub mod order;
 pub mod report;
 
@@ -11,6 +12,10 @@ pub const PROTOCOL: u32 = 1;
 /// Largest piece of bulk data in one message: four per chunk keeps demand overtaking possible
 /// (64–256 KiB messages were the fastest in tonic on two cores).
 pub const PIECE_BYTES: usize = 256 * 1024;
+
+/// Files of one pack, and their bytes in all.
+pub const MAX_PACK_FILES: usize = 256;
+pub const MAX_PACK_BYTES: usize = 1 << 20;
 
 /// Largest message that either side accepts. A bulk piece and its headers fit; nothing larger is
 /// ever sent in one message but an assignment.

@@ -42,11 +42,11 @@ pub fn main(edges: &Edges) -> ExitCode {
         Err(error) => {
             // Help and versions are asked for; everything else is a refusal.
             drop(error.print());
-            return if error.use_stderr() {
-                run::exit_code(LimbExit::Refused.code())
-            } else {
-                ExitCode::SUCCESS
-            };
+            if !error.use_stderr() {
+                return ExitCode::SUCCESS;
+            }
+            last_line(&Talk::new(false, 0), LimbExit::Refused);
+            return run::exit_code(LimbExit::Refused.code());
         }
     };
     let talk = Talk::new(cli.common.quiet, cli.common.verbose);
@@ -61,19 +61,24 @@ pub fn main(edges: &Edges) -> ExitCode {
 fn fail(cli: &Cli, talk: &Talk, failure: &Failure) -> ExitCode {
     talk.failure(failure);
     let exit = failure.exit;
-    if let Command::Run(run) = &cli.command {
-        talk.insist(&format!("exit {}: limb: {}", exit.code(), exit.words()));
-        if run.json {
-            let (error, hints) = failure.words();
-            let document = serde_json::json!({
-                "error": error, "hints": hints, "exit_code": exit.code(),
-                "exit_origin": format!("limb: {}", exit.words()),
-            });
-            // What could be said has been said on stderr.
-            drop(talk::print_json(&document));
-        }
+    last_line(talk, exit);
+    if let Command::Run(run) = &cli.command
+        && run.json
+    {
+        let (error, hints) = failure.words();
+        let document = serde_json::json!({
+            "error": error, "hints": hints, "exit_code": exit.code(),
+            "exit_origin": format!("limb: {}", exit.words()),
+        });
+        // What could be said has been said on stderr.
+        drop(talk::print_json(&document));
     }
     run::exit_code(exit.code())
+}
+
+/// Whose number the exit code is: a run's may be the job's own.
+fn last_line(talk: &Talk, exit: LimbExit) {
+    talk.insist(&format!("exit {}: limb: {}", exit.code(), exit.words()));
 }
 
 fn dispatch(cli: &Cli, talk: &Talk, edges: &Edges) -> Result<ExitCode, Failure> {

@@ -14,6 +14,18 @@ use tokio::sync::{mpsc, oneshot};
 pub enum DatabaseError {
     #[error("could not open the database {}", path.display())]
     Open { path: PathBuf, source: rusqlite::Error },
+    #[error("there is no room for the database {}; hint: make room on its disk: nothing in it is lost", path.display())]
+    Full { path: PathBuf, source: rusqlite::Error },
+    #[error(
+        "the database {} is damaged; hint: nothing in it was changed: restore it from a backup, or move it away to begin anew (boxes that still run end with their leases)",
+        path.display()
+    )]
+    Damaged { path: PathBuf, source: rusqlite::Error },
+    #[error(
+        "the database {} has format {found}, and this limb knows {known}; hint: use the newer limb that wrote it",
+        path.display()
+    )]
+    Newer { path: PathBuf, found: i64, known: i64 },
     #[error("the database refused a statement")]
     Statement(#[from] rusqlite::Error),
     #[error("the database writer has ended")]
@@ -21,6 +33,9 @@ pub enum DatabaseError {
     #[error("could not start the database writer")]
     Thread(#[source] std::io::Error),
 }
+
+/// Of the file. To be raised when an older limb would misread it.
+const FORMAT: i64 = 1;
 
 type Job = Box<dyn FnOnce(&mut Connection) + Send>;
 
@@ -37,8 +52,22 @@ impl Database {
     /// # Errors
     /// [`DatabaseError::Open`] with SQLite's reason.
     pub fn open(path: &Path, schemas: &[&str]) -> Result<Self, DatabaseError> {
-        let open = |source| DatabaseError::Open { path: path.to_owned(), source };
+        let open = |source: rusqlite::Error| {
+            let path = path.to_owned();
+            match source.sqlite_error_code() {
+                Some(rusqlite::ErrorCode::NotADatabase | rusqlite::ErrorCode::DatabaseCorrupt) => {
+                    DatabaseError::Damaged { path, source }
+                }
+                Some(rusqlite::ErrorCode::DiskFull) => DatabaseError::Full { path, source },
+                Some(_) | None => DatabaseError::Open { path, source },
+            }
+        };
         let mut connection = Connection::open(path).map_err(open)?;
+        // Before anything is written to it.
+        let found: i64 = connection.query_row("PRAGMA user_version", [], |row| row.get(0)).map_err(open)?;
+        if found > FORMAT {
+            return Err(DatabaseError::Newer { path: path.to_owned(), found, known: FORMAT });
+        }
         connection
             .execute_batch(
                 "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA foreign_keys = ON;
@@ -48,6 +77,7 @@ impl Database {
         for schema in schemas {
             connection.execute_batch(schema).map_err(open)?;
         }
+        connection.pragma_update(None, "user_version", FORMAT).map_err(open)?;
         // Unbounded: every sender awaits its own reply, so the queue is as long as there are callers.
         let (jobs, mut queue) = mpsc::unbounded_channel::<Job>();
         std::thread::Builder::new()
@@ -170,6 +200,23 @@ impl Database {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_of_a_newer_limb_or_a_damaged_one_is_refused_and_left_as_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("limb.db");
+        drop(Database::open(&path, &["CREATE TABLE IF NOT EXISTS t (x)"]).unwrap());
+        let connection = Connection::open(&path).unwrap();
+        connection.pragma_update(None, "user_version", FORMAT + 1).unwrap();
+        drop(connection);
+        let newer = Database::open(&path, &[]).unwrap_err();
+        assert!(matches!(newer, DatabaseError::Newer { found, .. } if found == FORMAT + 1), "{newer}");
+        let noise = b"this was a database once".repeat(500);
+        std::fs::write(&path, &noise).unwrap();
+        let damaged = Database::open(&path, &[]).unwrap_err();
+        assert!(matches!(damaged, DatabaseError::Damaged { .. }), "{damaged}");
+        assert_eq!(std::fs::read(&path).unwrap(), noise);
+    }
 
     #[tokio::test]
     async fn a_failed_write_leaves_nothing_and_a_good_one_survives_reopening() {

@@ -9,6 +9,7 @@ pub const STATE_DIR: &str = "LIMB_STATE_DIR";
 pub const SOCKET: &str = "LIMB_SOCKET";
 pub const PROVIDER: &str = "LIMB_PROVIDER";
 pub const IDLE_EXIT: &str = "LIMB_IDLE_EXIT";
+pub const COMPRESS: &str = "LIMB_COMPRESS";
 pub const LOG_QUOTA: &str = "LIMB_LOG_QUOTA";
 /// What the coordinator writes to its own log (a tracing filter).
 pub const LOG: &str = "LIMB_LOG";
@@ -21,7 +22,7 @@ pub const NO_COLOR: &str = "NO_COLOR";
 pub const TERM: &str = "TERM";
 
 /// Those that are limb's own, with what they set, for the reference.
-pub const OURS: [(&str, &str); 10] = [
+pub const OURS: [(&str, &str); 11] = [
     (CONFIG, "path of limb.toml"),
     (LISTEN, "setting `listen`"),
     (ADVERTISE, "setting `advertise`"),
@@ -30,6 +31,7 @@ pub const OURS: [(&str, &str); 10] = [
     (SOCKET, "setting `socket`"),
     (PROVIDER, "setting `provider`"),
     (IDLE_EXIT, "setting `idle_exit`"),
+    (COMPRESS, "setting `compress`"),
     (LOG_QUOTA, "setting `log_quota`"),
     (LOG, "setting `log`"),
 ];

@@ -3,5 +3,6 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    limb_common::memory::keep_large_buffers();
     limb::cli::main(&limb::cli::Edges::default())
 }

@@ -4,6 +4,7 @@
 //! Never: answer `Submit` before the run is durable; say that a box is gone before it is
 //! confirmed.
 
+mod dests;
 mod follow;
 mod outputs;
 mod plan;
@@ -91,6 +92,7 @@ impl OwnerService {
 
 #[tonic::async_trait]
 impl Owner for OwnerService {
+    type PlanStream = Replies<proto::PlanProgress>;
     type SubmitStream = Replies<proto::SubmitProgress>;
     type EventsStream = Replies<proto::Event>;
     type LogsStream = Replies<proto::LogChunk>;
@@ -108,15 +110,15 @@ impl Owner for OwnerService {
         }))
     }
 
-    async fn plan(&self, request: Request<proto::PlanRequest>) -> Result<Response<proto::PlanReply>, Status> {
-        Box::pin(self.make_plan(request.into_inner())).await.map(Response::new)
+    async fn plan(&self, request: Request<proto::PlanRequest>) -> Result<Response<Self::PlanStream>, Status> {
+        Ok(Response::new(self.start_plan(request.into_inner())))
     }
 
     async fn submit(
         &self,
         request: Request<proto::SubmitRequest>,
     ) -> Result<Response<Self::SubmitStream>, Status> {
-        self.start_submit(request.into_inner()).map(Response::new)
+        Ok(Response::new(self.start_submit(request.into_inner())))
     }
 
     async fn list_runs(
@@ -201,6 +203,9 @@ impl Owner for OwnerService {
         let live_runs = self.live_runs().await?;
         let stopping = live_runs == 0 || request.into_inner().even_with_live_runs;
         if stopping {
+            crate::serve::stopped::remember(&self.settings.state_dir).map_err(|problem| {
+                Status::internal(format!("the stop could not be written down: {problem}"))
+            })?;
             self.standing.stop.cancel();
         }
         Ok(Response::new(proto::ShutdownReply { stopping, live_runs }))

@@ -102,6 +102,8 @@ pub struct Capabilities {
     /// From the first terminate to the last confirmation, as it usually goes: budgeted before
     /// `max_cost` is reached.
     pub destroy_allowance: Duration,
+    /// The longest time between two tries of a teardown that does not get on.
+    pub longest_backoff: Duration,
 }
 
 impl Capabilities {
@@ -125,6 +127,7 @@ impl Capabilities {
             create_timeout: Duration::from_secs(60),
             call_timeout: Duration::from_secs(30),
             destroy_allowance: Duration::from_secs(300),
+            longest_backoff: Duration::from_secs(5 * 60),
         }
     }
 }

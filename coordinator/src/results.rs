@@ -29,6 +29,7 @@ mod part;
 mod parts;
 mod pins;
 mod plan;
+mod redo;
 mod table;
 mod view;
 mod writer;
@@ -37,6 +38,8 @@ mod writer;
 mod crash_tests;
 #[cfg(test)]
 mod pin_tests;
+#[cfg(test)]
+mod room_tests;
 #[cfg(test)]
 mod tests;
 

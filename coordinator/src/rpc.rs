@@ -14,6 +14,8 @@ mod fake_desk;
 pub mod logs;
 pub mod results;
 pub mod server;
+pub mod traces;
+mod worked;
 
 use limb_common::identity::AgentIdentity;
 use tonic::{Request, Status};

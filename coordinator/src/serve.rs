@@ -7,9 +7,11 @@
 //!
 //! Never: run beside another one on the same state (a lock decides, an epoch proves it).
 
+pub mod fate;
 mod listen;
 mod lock;
 pub mod socket;
+pub(crate) mod stopped;
 pub mod supervise;
 #[cfg(test)]
 mod tests;
@@ -109,6 +111,8 @@ pub struct ServeOptions {
 pub async fn serve(settings: Settings, options: ServeOptions, edges: &Edges) -> Result<(), ServeError> {
     make_private(&settings.state_dir)?;
     let _lock = lock::take(&settings.state_dir)?;
+    let state = |source| ServeError::State { path: settings.state_dir.clone(), source };
+    stopped::forget(&settings.state_dir).map_err(state)?;
     let clock: Arc<dyn Clock> = Arc::new(SystemClock);
     let database = Database::open(&settings.state_dir.join("limb.db"), wiring::SCHEMAS)?;
     let ledger = Ledger::open(database.clone(), Arc::clone(&clock)).await?;
@@ -141,7 +145,9 @@ pub async fn serve(settings: Settings, options: ServeOptions, edges: &Edges) -> 
             }
         }
     });
-    let _signals = task::spawn("signals", stop_on_signals(stop.clone()));
+    // Ctrl-C at a coordinator that nobody watches over is the owner's own stop.
+    let remembered = options.supervised_by.is_none().then(|| settings.state_dir.clone());
+    let _signals = task::spawn("signals", stop_on_signals(stop.clone(), remembered));
     let standing = Standing {
         address: address.to_string(),
         epoch,
@@ -167,7 +173,7 @@ fn make_private(dir: &std::path::Path) -> Result<(), ServeError> {
     std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o700)).map_err(failed)
 }
 
-async fn stop_on_signals(stop: CancellationToken) {
+async fn stop_on_signals(stop: CancellationToken, remembered: Option<PathBuf>) {
     use tokio::signal::unix::{SignalKind, signal};
     let (Ok(mut term), Ok(mut interrupt)) =
         (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
@@ -177,7 +183,9 @@ async fn stop_on_signals(stop: CancellationToken) {
     };
     tokio::select! {
         _ = term.recv() => {}
-        _ = interrupt.recv() => {}
+        _ = interrupt.recv() => if let Some(state) = remembered && let Err(error) = stopped::remember(&state) {
+            tracing::warn!(%error, "the next command will start a coordinator again");
+        }
     }
     stop.cancel();
 }

@@ -33,6 +33,8 @@ pub struct Settings {
     pub provider: String,
     /// A coordinator that was started by a command ends after so long without work; none: never.
     pub idle_exit: Option<Duration>,
+    /// Chunks are compressed where a box's link is slow enough for it.
+    pub compress: bool,
     /// Kept of each attempt's output.
     pub log_quota_bytes: u64,
     /// A tracing filter for the coordinator's own log.
@@ -89,7 +91,7 @@ pub enum SettingsError {
 }
 
 /// The key, the variable and the meaning of each setting.
-pub const KEYS: [(&str, &str, &str); 9] = [
+pub const KEYS: [(&str, &str, &str); 10] = [
     ("listen", env_names::LISTEN, "IP:PORT where agents reach the coordinator (port 0: chosen once, kept)"),
     (
         "advertise",
@@ -104,6 +106,11 @@ pub const KEYS: [(&str, &str, &str); 9] = [
         "idle_exit",
         env_names::IDLE_EXIT,
         "a coordinator that a command started ends after so long without work (or `never`)",
+    ),
+    (
+        "compress",
+        env_names::COMPRESS,
+        "`on` or `off`: what boxes read is compressed where their link is slow enough for it",
     ),
     ("log_quota", env_names::LOG_QUOTA, "kept of each attempt's output"),
     ("log", env_names::LOG, "what the coordinator logs, like `info` or `limb=debug`"),
@@ -202,6 +209,7 @@ impl Settings {
         let idle_exit = reader.required("idle_exit", DEFAULT_IDLE_EXIT, |text| {
             if text == NEVER { Ok(None) } else { parse_duration(text).map(Some).map_err(|e| e.to_string()) }
         })?;
+        let compress = reader.required("compress", "on", parse_switch)?;
         let log_quota_bytes = reader
             .required("log_quota", DEFAULT_LOG_QUOTA, |text| parse_size(text).map_err(|e| e.to_string()))?;
         let log = reader.required("log", DEFAULT_LOG, |text| Ok(text.to_owned()))?;
@@ -214,6 +222,7 @@ impl Settings {
             socket,
             provider,
             idle_exit,
+            compress,
             log_quota_bytes,
             log,
             shown,
@@ -265,6 +274,14 @@ impl Reader<'_> {
 
 fn parse_address(text: &str) -> Result<SocketAddr, String> {
     text.parse().map_err(|_| format!("{text:?} is not an address; hint: write it like 127.0.0.1:7433"))
+}
+
+fn parse_switch(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(format!("{text:?} is neither `on` nor `off`")),
+    }
 }
 
 fn parse_path(text: &str) -> Result<PathBuf, String> {

@@ -12,9 +12,11 @@
 mod diff;
 mod hash;
 mod index;
+mod own;
 mod read;
 mod sources;
 mod store;
+mod traces;
 mod walk;
 
 use std::collections::{HashMap, HashSet};
@@ -33,6 +35,7 @@ pub use read::{LoadedSnapshot, ReadError};
 pub use sources::FileIdentity;
 use sources::{Source, SourceTable};
 use store::Store;
+pub use traces::{TraceKey, Traces};
 
 /// A file with one word in the root of a source: the owner's label for it.
 pub const CLASS_FILE: &str = ".limb-class";
@@ -62,6 +65,7 @@ pub struct SnapshotRequest {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
+    /// While `bytes_total` is 0: found so far.
     pub files_done: u64,
     pub bytes_done: u64,
     pub bytes_total: u64,
@@ -132,6 +136,12 @@ pub enum SnapshotError {
         path.display()
     )]
     Changing { path: PathBuf },
+    #[error(
+        "{} is limb's own: its keys, ledger and stored data in {} are not for a box to read; hint: name a \
+         directory that neither holds that one nor lies in it, or move it with `--set state_dir=DIR`",
+        path.display(), state_dir.display()
+    )]
+    Own { path: PathBuf, state_dir: PathBuf },
     #[error("{} is beyond what one set may hold ({limit}); hint: mount a smaller part of it", path.display())]
     TooLarge { path: PathBuf, limit: &'static str },
     #[error(
@@ -176,9 +186,11 @@ pub struct Snapshots {
 
 #[derive(Debug)]
 struct Inner {
+    state_dir: PathBuf,
     dir: PathBuf,
     store: Store,
     index: Arc<Mutex<index::Index>>,
+    traces: Traces,
     loaded: Mutex<HashMap<Digest, Weak<LoadedSnapshot>>>,
     /// Held for reading while a snapshot is made, so that a collection cannot take what it has
     /// just put into the store.
@@ -195,8 +207,16 @@ impl Snapshots {
         store::make_dir(&dir)?;
         let store = Store::open(&state_dir.join("store"))?;
         let index = Arc::new(Mutex::new(index::Index::open(&dir.join("index.db"))?));
+        let traces = Traces::open(state_dir, traces::known(ids_in(&dir)?))?;
         let (loaded, collecting) = (Mutex::default(), RwLock::default());
-        Ok(Self { inner: Arc::new(Inner { dir, store, index, loaded, collecting }) })
+        let state_dir = state_dir.to_owned();
+        Ok(Self { inner: Arc::new(Inner { state_dir, dir, store, index, traces, loaded, collecting }) })
+    }
+
+    /// What jobs touched of these snapshots.
+    #[must_use]
+    pub fn traces(&self) -> &Traces {
+        &self.inner.traces
     }
 
     /// Freezes a source. Blocks, and uses all cores: see [`Self::create_async`].
@@ -239,7 +259,8 @@ impl Snapshots {
         cancelled: &AtomicBool,
     ) -> Result<Snapshot, SnapshotError> {
         let _making = self.inner.collecting.read().unwrap_or_else(PoisonError::into_inner);
-        let walked = walk::walk(&request.source, request.links, cancelled)?;
+        let own = own::Own::of(&self.inner.state_dir);
+        let walked = walk::walk(&request.source, request.links, &own, &walk::Watch { cancelled, progress })?;
         let class = request.class.max(walked.label.unwrap_or(request.class));
         let (manifest, sources) = hash::freeze(
             &walked,
@@ -385,21 +406,14 @@ impl Snapshots {
             for path in [self.sources_path(id), self.manifest_path(id)] {
                 store::remove(&path)?;
             }
+            self.inner.traces.forget(id)?;
             lock(&self.inner.loaded).remove(&id);
         }
         Ok((gone.len() as u64, self.inner.store.sweep(&used)?))
     }
 
     fn ids(&self) -> Result<Vec<Digest>, SnapshotError> {
-        let failed = |source| SnapshotError::Store { path: self.inner.dir.clone(), source };
-        let mut ids = Vec::new();
-        for entry in std::fs::read_dir(&self.inner.dir).map_err(failed)? {
-            let name = entry.map_err(failed)?.file_name();
-            let id: Option<Digest> =
-                name.to_str().and_then(|name| name.strip_suffix(".sources")).and_then(|hex| hex.parse().ok());
-            ids.extend(id);
-        }
-        Ok(ids)
+        ids_in(&self.inner.dir)
     }
 
     fn read_files(&self, id: Digest) -> Result<(Manifest, SourceTable), SnapshotError> {
@@ -423,6 +437,17 @@ impl Snapshots {
     fn sources_path(&self, id: Digest) -> PathBuf {
         self.inner.dir.join(format!("{id}.sources"))
     }
+}
+
+fn ids_in(dir: &Path) -> Result<Vec<Digest>, SnapshotError> {
+    let mut ids = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(store::failed(dir))? {
+        let name = entry.map_err(store::failed(dir))?.file_name();
+        let id: Option<Digest> =
+            name.to_str().and_then(|name| name.strip_suffix(".sources")).and_then(|hex| hex.parse().ok());
+        ids.extend(id);
+    }
+    Ok(ids)
 }
 
 impl Record {

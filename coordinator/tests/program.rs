@@ -59,14 +59,21 @@ fn a_bad_job_file_names_its_line_and_whose_code_it_is() {
     assert!(!home.0.path().join("state").exists(), "nothing was started");
 }
 
+/// Runs that are going on need their coordinator: looking at them brings it back, and in an empty
+/// home it finds nothing and ends.
 #[test]
-fn ps_starts_nothing_and_says_what_would() {
+fn ps_of_an_empty_home_says_that_nothing_is_running() {
     let home = Home(tempfile::tempdir().unwrap());
     let output = home.limb(&["ps"]);
-    assert_eq!(output.status.code(), Some(76));
-    assert!(text(&output.stderr).contains("hint: `limb run` starts one"), "{}", text(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let said = text(&output.stdout) + &text(&output.stderr);
+    assert!(said.contains("nothing is running"), "{said}");
+    assert_eq!(home.limb(&["ps", "--json"]).stdout, b"[]\n");
     assert_eq!(home.limb(&["serve", "--stop"]).status.code(), Some(0));
-    assert!(!home.0.path().join("state").exists());
+    // Stopped on purpose: looking does not start it again.
+    let output = home.limb(&["ps"]);
+    assert_eq!(output.status.code(), Some(76));
+    assert!(text(&output.stderr).contains("hint: "), "{}", text(&output.stderr));
 }
 
 #[test]

@@ -1,11 +1,12 @@
 //! A front desk over a map: one attempt, one token.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use limb::rpc::desk::{Answer, BeatVerdict, Desk, DeskError, EnrolmentRequest, OutputHome};
+use limb::snapshot::TraceKey;
 use limb_common::assignment::{Assignment, Command, Order, SetNumber};
 use limb_common::id::{AttemptNumber, Digest, HomeId, LeaseEpoch, RunId};
 use limb_common::identity::AgentIdentity;
@@ -24,6 +25,7 @@ pub struct TestDesk {
     pub alarms: watch::Sender<u64>,
     pub reports: Mutex<BTreeMap<u64, BoxEvent>>,
     key: Mutex<Option<Digest>>,
+    sets: HashMap<SetNumber, Digest>,
 }
 
 impl TestDesk {
@@ -35,7 +37,17 @@ impl TestDesk {
             attempt: AttemptNumber(1),
             epoch: LeaseEpoch(9),
         };
-        Arc::new(Self {
+        Arc::new(Self::of(who, ttl, HashMap::new()))
+    }
+
+    /// Past its enrolment: an agent that reads these sets.
+    #[must_use]
+    pub fn serving(who: AgentIdentity, sets: HashMap<SetNumber, Digest>) -> Arc<Self> {
+        Arc::new(Self::of(who, Duration::ZERO, sets))
+    }
+
+    fn of(who: AgentIdentity, ttl: Duration, sets: HashMap<SetNumber, Digest>) -> Self {
+        Self {
             who,
             live: AtomicBool::new(true),
             ttl,
@@ -44,7 +56,8 @@ impl TestDesk {
             alarms: watch::Sender::new(0),
             reports: Mutex::default(),
             key: Mutex::default(),
-        })
+            sets,
+        }
     }
 
     /// # Panics
@@ -103,6 +116,7 @@ impl Desk for TestDesk {
             setup: String::new(),
             command: Command::Script("true".to_owned()),
             workdir_changes_cap_bytes: 0,
+            trace: true,
             stop_grace: Duration::from_secs(1),
             disconnect_grace: self.ttl,
         }))
@@ -113,7 +127,11 @@ impl Desk for TestDesk {
         answer(Ok(()))
     }
 
-    fn set(&self, _who: &AgentIdentity, _set: SetNumber) -> Answer<Digest> {
+    fn set(&self, _who: &AgentIdentity, set: SetNumber) -> Answer<Digest> {
+        answer(self.sets.get(&set).copied().ok_or(DeskError::Refused("no such set")))
+    }
+
+    fn trace(&self, _who: &AgentIdentity, _set: SetNumber) -> Answer<Option<TraceKey>> {
         answer(Err(DeskError::Refused("no such set")))
     }
 

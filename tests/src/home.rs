@@ -4,6 +4,7 @@
 use std::fs;
 use std::io::Write as _;
 use std::net::TcpListener;
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -12,6 +13,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
+use crate::processes;
 use crate::proxy::Proxy;
 use crate::wait::wait_for;
 
@@ -274,7 +276,11 @@ impl Home {
             .spawn()
             .expect("the limb binary is built");
         self.coordinator = Some(child);
-        wait_for("the coordinator to answer", || (self.say(&["ps", "--json"]).code == 0).then_some(()));
+        // Not by a command: that would start another one.
+        let settings = self.say(&["config", "show", "--json"]).stdout;
+        let settings: Value = serde_json::from_str(&settings).expect("settings are JSON");
+        let socket = settings["socket"]["value"].as_str().expect("there is a socket").to_owned();
+        wait_for("the coordinator to answer", || UnixStream::connect(&socket).ok());
     }
 
     /// `kill -9`.
@@ -314,39 +320,16 @@ impl Home {
         self.read("run/serve.log").map(|b| String::from_utf8_lossy(&b).into_owned()).unwrap_or_default()
     }
 
-    /// Processes whose command line or environment names this home.
+    /// Limb's processes that name this home, and all that they started.
     #[must_use]
     pub fn processes(&self) -> Vec<(i32, String)> {
-        let needle = self.root.path().to_string_lossy().into_owned();
-        let me = std::process::id().to_string();
-        let mut found = Vec::new();
-        for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
-            let name = entry.file_name().to_string_lossy().into_owned();
-            let Ok(pid) = name.parse::<i32>() else { continue };
-            if name == me {
-                continue;
-            }
-            let text = |file: &str| fs::read(entry.path().join(file)).unwrap_or_default();
-            let command = String::from_utf8_lossy(&text("cmdline")).replace('\0', " ");
-            let environment = String::from_utf8_lossy(&text("environ")).into_owned();
-            if command.contains(&needle) || environment.contains(&needle) {
-                found.push((pid, command));
-            }
-        }
-        found
+        processes::of_home(self.root.path())
     }
 
     /// Pids of the agents of this home.
     #[must_use]
     pub fn agents(&self) -> Vec<i32> {
-        let mut pids: Vec<i32> = self
-            .processes()
-            .into_iter()
-            .filter(|(_, command)| command.contains("limb-agent") && command.contains(" run "))
-            .map(|(pid, _)| pid)
-            .collect();
-        pids.sort_unstable();
-        pids
+        processes::agents(&self.path("state/limb/local"))
     }
 
     /// Mount points under this home, as this process sees them.

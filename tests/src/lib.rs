@@ -4,5 +4,6 @@
 pub mod desk;
 pub mod fake_provider;
 pub mod home;
+pub mod processes;
 pub mod proxy;
 pub mod wait;

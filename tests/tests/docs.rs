@@ -90,7 +90,7 @@ fn declared_codes() -> BTreeMap<String, i32> {
         .collect()
 }
 
-const EXITS: [LimbExit; 11] = [
+const EXITS: [LimbExit; 12] = [
     LimbExit::Refused,
     LimbExit::NoBox,
     LimbExit::Internal,
@@ -102,6 +102,7 @@ const EXITS: [LimbExit; 11] = [
     LimbExit::NoCoordinator,
     LimbExit::Stopped,
     LimbExit::AlreadyRunning,
+    LimbExit::CannotStart,
 ];
 
 #[test]

@@ -6,6 +6,7 @@ use std::fs;
 use std::os::unix::fs::FileExt as _;
 
 use limb_tests::home::{Home, lacks_fuse};
+use limb_tests::processes;
 use limb_tests::wait::wait_for;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -45,24 +46,61 @@ fn a_killed_coordinator_adopts_the_box_and_the_job_never_knows() {
 }
 
 #[test]
+fn a_result_that_went_again_is_not_called_home() {
+    if lacks_fuse() {
+        return;
+    }
+    let mut home = Home::new();
+    home.serve();
+    let job = home.job(
+        "gone",
+        &format!("{OUT}run: |\n  mkdir /out/d\n  for f in a d/b d/c; do echo $f > /out/$f; sync /out/$f; done\n  echo ready\n  while ! [ -e {{root}}/run/go ]; do sleep 0.05; done\n"),
+    );
+    let client = home.start(&["run", "-y", &job]);
+    wait_for("the job to be ready", || client.out().contains("ready").then_some(()));
+    fs::remove_dir_all(home.path("dest/gone/d")).unwrap();
+    home.write("run/go", "");
+    let ended = client.wait();
+    assert_eq!(ended.code, 74, "{ended:?}");
+    assert!(ended.stderr.contains("data NOT all home: 1 file, 2 B are, verified"), "{}", ended.stderr);
+    let said = "no longer home: 2 files missing or changed since they arrived; hint: `limb results verify ";
+    assert!(ended.stderr.contains(said), "{}", ended.stderr);
+    for name in ["d/b", "d/c"] {
+        let path = home.path("dest/gone").join(name);
+        assert!(ended.stderr.contains(&format!("no longer home: {}", path.display())), "{}", ended.stderr);
+    }
+    home.assert_no_box_left();
+}
+
+#[test]
 fn a_coordinator_killed_in_each_phase_leaves_no_box_and_one_outcome() {
     if lacks_fuse() {
         return;
     }
-    for phase in
-        ["intended", "creating", "booting", "enrolled", "setting up", "running", "ending", "destroying"]
-    {
+    let phases = [
+        "intended",
+        "creating",
+        "booting",
+        "enrolled",
+        "setting up",
+        "running",
+        "ending",
+        "destroying",
+        "closed",
+    ];
+    for (index, phase) in phases.iter().enumerate() {
         let mut home = Home::new();
         home.serve();
-        let name = format!("k-{}", phase.replace(' ', "-"));
+        let name = format!("killed-{index}");
         let job =
             home.job(&name, &format!("{OUT}setup: sleep 0.3\nrun: |\n  echo x > /out/x\n  sleep 0.3\n"));
         let client = home.start(&["run", "-y", "--detach", &job]);
         // The first moment at which the phase, or a later one, shows.
         wait_for(&format!("phase {phase}"), || {
-            let events = home.events(&name).to_lowercase();
-            let state = home.ps(&name).map(|run| run["phase"].to_string().to_lowercase()).unwrap_or_default();
-            (events.contains(phase) || state.contains(phase) || state.contains("closed")).then_some(())
+            let now = home.ps(&name)?["phase"].as_str()?.to_owned();
+            // "joined" and "creating (quarantined)" pass by.
+            let at = phases.iter().position(|phase| *phase == now)?;
+            (at >= index).then_some(())
         });
         home.kill_coordinator();
         drop(client);
@@ -70,7 +108,10 @@ fn a_coordinator_killed_in_each_phase_leaves_no_box_and_one_outcome() {
         let run = wait_for(&format!("the run killed at {phase} to end"), || {
             home.ps(&name).filter(|run| run["outcome"]["final"] == true)
         });
-        assert_eq!(run["outcome"]["destroy"], "confirmed", "{phase}: {run}");
+        // Between the intent and the call to the provider there is no box yet, and none to destroy.
+        let early = index < 2 && run["instance"].is_null();
+        let wanted = if early { "never created" } else { "confirmed" };
+        assert_eq!(run["outcome"]["destroy"], wanted, "{phase}: {run}");
         home.assert_no_box_left();
         if run["outcome"]["exit_code"] == 0 {
             assert_eq!(home.read(format!("dest/{name}/x")).as_deref(), Some(&b"x\n"[..]), "{phase}");
@@ -295,4 +336,44 @@ fn a_half_written_file_at_a_stop_is_kept_apart_and_named() {
     assert!(home.read("dest/fenced/model.bin").is_none(), "half a file under its final name");
     assert!(home.read("dest/fenced/model.bin.partial").is_some(), "{ended:?}");
     assert!(ended.stderr.contains("model.bin"), "the outcome names it: {}", ended.stderr);
+}
+
+#[test]
+fn a_process_that_hangs_in_an_exec_delays_no_other_box() {
+    if lacks_fuse() {
+        return;
+    }
+    let mut stuck = Home::behind_a_cable();
+    stuck.serve();
+    stuck.write("src/bin/program", "#!/bin/sh\nexit 6\n");
+    std::fs::set_permissions(
+        stuck.path("src/bin/program"),
+        std::os::unix::fs::PermissionsExt::from_mode(0o755),
+    )
+    .unwrap();
+    let job = stuck.job(
+        "stuck",
+        "mounts: {/data: \"{root}/src/bin\"}\nrun: |\n  echo ready\n  while ! [ -e {root}/run/go ]; do sleep 0.05; done\n  exec /data/program\n",
+    );
+    let client = stuck.start(&["run", "-y", &job]);
+    wait_for("the job to be ready", || client.out().contains("ready").then_some(()));
+    stuck.cable().cut();
+    stuck.write("run/go", "");
+    // Nobody but the one in the exec waits for home.
+    let hanging =
+        || stuck.processes().into_iter().find(|(pid, _)| processes::hangs(*pid)).map(|(pid, _)| pid);
+    let pid = wait_for("the exec to hang", hanging);
+
+    let mut other = Home::new();
+    other.serve();
+    let job = other.job("other", "run: exit 5\n");
+    let ended = other.start(&["run", "-y", &job]).wait();
+    assert_eq!(ended.code, 5, "{ended:?}");
+    assert!(ended.stderr.contains("box destroyed: confirmed"), "{ended:?}");
+    other.assert_no_box_left();
+    assert!(processes::hangs(pid), "it hung all the time");
+    stuck.cable().restore();
+    let ended = client.wait();
+    assert_eq!(ended.code, 6, "{ended:?}");
+    stuck.assert_no_box_left();
 }

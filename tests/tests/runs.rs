@@ -166,9 +166,8 @@ fn nothing_of_the_job_survives_its_end() {
     let ended = home.run("tree", &script);
     assert_eq!(ended.code, 0, "{ended:?}");
     home.assert_no_box_left();
-    let left: Vec<_> =
-        home.processes().into_iter().filter(|(_, command)| command.contains("sleep 1000")).collect();
-    assert_eq!(left, vec![], "processes of the job are still there");
+    let left = limb_tests::processes::marked("sleep", &marker.to_string_lossy());
+    assert_eq!(left, Vec::<i32>::new(), "processes of the job are still there");
 }
 
 #[test]
@@ -252,6 +251,7 @@ fn limits_end_a_run() {
 fn a_bad_job_file_is_refused_before_anything_starts() {
     let mut home = Home::new();
     home.serve();
+    std::fs::write(home.path("file"), b"").unwrap();
     for (yaml, words) in [
         ("runn: echo\n", "run"),
         ("run: echo\nimage: ubuntu\n", "image"),
@@ -261,9 +261,18 @@ fn a_bad_job_file_is_refused_before_anything_starts() {
         ("run: echo\nmounts: {/data: {source: \"{root}/src\", class: sealed}}\n", "sealed"),
         ("run: echo\noutputs: {/out: {dest: \"{root}/state/limb/results\"}}\n", "state/limb"),
         ("run: echo\noutputs: {/out: {dest: \"{root}\"}}\n", "state/limb"),
+        // Before any source is looked at.
+        (
+            "run: echo\nmounts: {/data: \"{root}/no-such\"}\noutputs: {/out: {dest: \"{root}/file\"}}\n",
+            "not a directory",
+        ),
+        ("run: echo\noutputs: {/out: {dest: /proc/limb}}\n", "nothing can be written in /proc"),
+        // A box reads none of home's keys.
+        ("run: echo\nmounts: {/data: \"{root}\"}\n", "is limb's own"),
+        ("run: echo\nworkdir: \"{root}/state/limb/store\"\n", "is limb's own"),
     ] {
         let ended = home.run("bad", yaml);
-        assert!(ended.code != 0 && ended.stderr.contains(words), "{yaml}: {ended:?}");
+        assert!(ended.code == 64 && ended.stderr.contains(words), "{yaml}: {ended:?}");
         assert_eq!(home.agents(), Vec::<i32>::new());
     }
 }

@@ -66,6 +66,11 @@ impl ChunkCache {
         self.newcomer_bytes + self.main_bytes
     }
 
+    /// What came last stays up to here, used or not.
+    pub(super) fn newcomer_room_bytes(&self) -> u64 {
+        self.newcomer_budget_bytes.max(self.budget_bytes - self.main_bytes.min(self.budget_bytes))
+    }
+
     pub(super) fn get(&mut self, id: &ChunkId) -> Option<VerifiedChunk> {
         let entry = self.entries.get_mut(id)?;
         if let Place::Main { used_at } = &mut entry.place {

@@ -1,26 +1,32 @@
 //! Single-flight fetching over a [`ChunkTransport`], with a cache in memory.
 //!
 //! One chunk is on its way at most once, however many ask; whoever asks with more urgency raises
-//! it. Bytes on their way have a budget of their own: demand is always admitted (a reader waits
-//! for it), everything else waits its turn.
+//! it. What travels together is a load: one chunk, or a pack of small files. Bytes on their way
+//! have a budget of their own: demand is always admitted (a reader waits for it), everything else
+//! waits its turn.
 //!
 //! Invariant: a chunk is cached or in flight or neither, never both. No lock is held across an
 //! await, and every lock is held for the time of a few map operations, so FUSE threads may call.
 
-use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+mod carry;
+mod state;
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use limb_common::chunk::{ChunkId, VerifiedChunk};
-use limb_common::{clock, task};
+use limb_common::assignment::SetNumber;
+use limb_common::chunk::{ChunkId, VerifiedChunk, VerifiedSlice, group_bytes, group_count, groups_of};
+use limb_common::manifest::Inode;
 use tokio::runtime::Handle;
 use tokio::sync::{oneshot, watch};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use super::cache::ChunkCache;
-use super::meter::Meter;
+use self::carry::PartLanding;
+use self::state::State;
 use super::{
-    Ask, ChunkAddress, ChunkSource, ChunkTransport, FetchError, FetchFuture, Priority, TransportError,
+    ChunkAddress, ChunkSource, ChunkTransport, FetchError, FetchFuture, PartAsk, Priority, SliceFuture,
+    slice_of,
 };
 
 /// More wrong answers than this are no accident of the link.
@@ -30,8 +36,13 @@ const IO_PAUSE: Duration = Duration::from_millis(200);
 /// Hints that may wait for room; more are dropped, they cost a demand fetch later.
 const MAX_WAITING: usize = 1024;
 
+/// Of the cache, for parts of chunks: one in so many bytes.
+const PARTS_SHARE: u64 = 4;
+
 /// Less could not hold what is read ahead for a few streams.
 const LEAST_CACHE_BYTES: u64 = 64 << 20;
+/// A link that holds less than this many bytes takes long for a whole chunk.
+const WHOLE_BYTES: u64 = 512 << 10;
 /// More gains nothing over the page cache.
 const MOST_CACHE_BYTES: u64 = 16 << 30;
 
@@ -52,10 +63,11 @@ pub struct FetcherLimits {
 }
 
 impl FetcherLimits {
-    /// 32 MiB in flight fill 1 Gbit/s at 80 ms three times over.
+    /// 96 MiB in flight fill 1 Gbit/s at 80 ms ten times over; the link holds back what it cannot
+    /// use.
     #[must_use]
     pub const fn with_cache(cache_bytes: u64) -> Self {
-        Self { cache_bytes, in_flight_bytes: 32 << 20 }
+        Self { cache_bytes, in_flight_bytes: 96 << 20 }
     }
 
     /// A quarter of the memory that is available now: the kernel's page cache of the mount is
@@ -76,6 +88,8 @@ pub struct FetchStats {
     /// Chunks that arrived and were what they should be.
     pub fetched_chunks: u64,
     pub fetched_bytes: u64,
+    /// Runs of groups, where a whole chunk was not worth it.
+    pub fetched_parts: u64,
     /// Answers that were not what was asked for.
     pub mismatches: u64,
     pub cache_hits: u64,
@@ -108,24 +122,6 @@ struct Inner {
     state: Mutex<State>,
 }
 
-struct State {
-    cache: ChunkCache,
-    flights: HashMap<ChunkId, Flight>,
-    /// Not started yet, by priority. An entry whose flight has started or risen is skipped.
-    waiting: [VecDeque<ChunkId>; 4],
-    started: u64,
-    in_flight_bytes: u64,
-    meter: Meter,
-    stats: FetchStats,
-}
-
-struct Flight {
-    address: ChunkAddress,
-    priority: watch::Sender<Priority>,
-    waiters: Vec<oneshot::Sender<Result<VerifiedChunk, FetchError>>>,
-    started: bool,
-}
-
 impl Fetcher {
     /// Fetches run on `runtime`; they end when `stop` is cancelled.
     #[must_use]
@@ -136,15 +132,7 @@ impl Fetcher {
         stop: &CancellationToken,
     ) -> Self {
         let stop = stop.child_token();
-        let state = State {
-            cache: ChunkCache::new(limits.cache_bytes),
-            flights: HashMap::new(),
-            waiting: Default::default(),
-            started: 0,
-            in_flight_bytes: 0,
-            meter: Meter::default(),
-            stats: FetchStats::default(),
-        };
+        let state = State::new(&limits);
         let guard = Arc::new(stop.clone().drop_guard());
         let inner = Arc::new(Inner { transport, limits, runtime, stop, state: Mutex::new(state) });
         Self { inner, _ends_fetches: guard }
@@ -155,9 +143,21 @@ impl Fetcher {
         let state = self.inner.lock();
         FetchStats {
             in_flight_bytes: state.in_flight_bytes,
-            cached_bytes: state.cache.bytes(),
+            cached_bytes: state.cache.bytes() + state.parts.bytes(),
             ..state.stats
         }
+    }
+}
+
+impl Fetcher {
+    /// A whole chunk takes no longer than a few round trips.
+    fn is_fast(&self) -> bool {
+        self.bandwidth_delay_bytes().is_some_and(|bytes| bytes >= WHOLE_BYTES)
+    }
+
+    fn whole(&self, address: ChunkAddress, id: ChunkId, range: Range<usize>) -> SliceFuture {
+        let whole = self.fetch(address, id, Priority::Demand);
+        Box::pin(async move { slice_of(&whole.await?, range) })
     }
 }
 
@@ -171,9 +171,7 @@ impl ChunkSource for Fetcher {
         let (tell, told) = oneshot::channel();
         let start = state.ask(address, id, priority, Some(tell), &self.inner.limits);
         drop(state);
-        if let Some(start) = start {
-            self.inner.start(start);
-        }
+        self.inner.start_all(start);
         let stop = self.inner.stop.clone();
         Box::pin(async move {
             tokio::select! {
@@ -182,6 +180,55 @@ impl ChunkSource for Fetcher {
                 () = stop.cancelled() => Err(FetchError::Closed),
             }
         })
+    }
+
+    fn fetch_slice(&self, address: ChunkAddress, id: ChunkId, range: Range<usize>) -> SliceFuture {
+        let groups = groups_of(&range);
+        let mut state = self.inner.lock();
+        let found = state.slice(&id, range.clone());
+        state.stats.cache_hits += u64::from(found.is_some());
+        if let Some(slice) = found {
+            return Box::pin(std::future::ready(Ok(slice)));
+        }
+        let ChunkAddress::Set { set, inode, index } = address else { return self.whole(address, id, range) };
+        // Over a slow link a whole chunk that is on its way is not worth waiting for.
+        let comes = self.is_fast() && state.flights.contains_key(&id);
+        if comes || groups.len() >= group_count(id.len) {
+            drop(state);
+            return self.whole(address, id, range);
+        }
+        let (tell, told) = oneshot::channel();
+        let key = (id, groups.clone());
+        if state.parts.wait(key.clone(), tell) {
+            let bytes = group_bytes(id.len, &groups).len() as u64;
+            state.in_flight_bytes += bytes;
+            let (urgent, priority) = watch::channel(Priority::Demand);
+            let ask = PartAsk { set, inode, index, id, groups, priority };
+            let landing = PartLanding { inner: Arc::clone(&self.inner), key, bytes, outcome: None };
+            self.inner.start_part(ask, landing, urgent);
+        }
+        drop(state);
+        let stop = self.inner.stop.clone();
+        Box::pin(async move {
+            let part = tokio::select! {
+                biased;
+                answer = told => answer.unwrap_or(Err(FetchError::Closed)),
+                () = stop.cancelled() => Err(FetchError::Closed),
+            };
+            let outside = || FetchError::Io { detail: "outside of the chunk".to_owned() };
+            part?.slice(range).ok_or_else(outside)
+        })
+    }
+
+    fn whole_pays(&self, file_bytes: u64) -> bool {
+        self.is_fast() && file_bytes <= self.inner.limits.cache_bytes / 2
+    }
+
+    fn cached_slice(&self, id: &ChunkId, range: Range<usize>) -> Option<VerifiedSlice> {
+        let mut state = self.inner.lock();
+        let found = state.slice(id, range);
+        state.stats.cache_hits += u64::from(found.is_some());
+        found
     }
 
     fn cached(&self, id: &ChunkId) -> Option<VerifiedChunk> {
@@ -193,201 +240,31 @@ impl ChunkSource for Fetcher {
 
     fn prefetch(&self, address: ChunkAddress, id: ChunkId, priority: Priority) {
         let mut state = self.inner.lock();
-        let waiting: usize = state.waiting.iter().map(VecDeque::len).sum();
-        if waiting >= MAX_WAITING || state.cache.contains(&id) {
+        if state.is_full() || state.cache.contains(&id) {
             return;
         }
         let start = state.ask(address, id, priority, None, &self.inner.limits);
         drop(state);
-        if let Some(start) = start {
-            self.inner.start(start);
+        self.inner.start_all(start);
+    }
+
+    fn prefetch_pack(&self, set: SetNumber, files: &[(Inode, ChunkId)], priority: Priority) {
+        let mut state = self.inner.lock();
+        if state.is_full() {
+            return;
         }
+        let start = state.ask_pack(set, files, priority, &self.inner.limits);
+        drop(state);
+        self.inner.start_all(start);
+    }
+
+    fn room_ahead_bytes(&self) -> u64 {
+        self.inner.lock().cache.newcomer_room_bytes()
     }
 
     fn bandwidth_delay_bytes(&self) -> Option<u64> {
-        self.inner.lock().meter.bandwidth_delay_bytes()
+        self.inner.transport.bandwidth_delay_bytes()
     }
-}
-
-/// A flight that was admitted and must be spawned.
-struct Start {
-    id: ChunkId,
-    address: ChunkAddress,
-    priority: watch::Receiver<Priority>,
-}
-
-impl State {
-    fn ask(
-        &mut self,
-        address: ChunkAddress,
-        id: ChunkId,
-        priority: Priority,
-        waiter: Option<oneshot::Sender<Result<VerifiedChunk, FetchError>>>,
-        limits: &FetcherLimits,
-    ) -> Option<Start> {
-        let flight = self.flights.entry(id).or_insert_with(|| Flight {
-            address,
-            priority: watch::Sender::new(Priority::Background),
-            waiters: Vec::new(),
-            started: false,
-        });
-        flight.waiters.extend(waiter);
-        let risen = priority < *flight.priority.borrow();
-        if risen {
-            flight.priority.send_replace(priority);
-        }
-        if flight.started {
-            return None;
-        }
-        if priority == Priority::Demand || self.in_flight_bytes + u64::from(id.len) <= limits.in_flight_bytes
-        {
-            return self.admit(id);
-        }
-        let now = *flight.priority.borrow();
-        let queue = &mut self.waiting[queue_of(now)];
-        if risen || !queue.contains(&id) {
-            queue.push_back(id);
-        }
-        None
-    }
-
-    fn admit(&mut self, id: ChunkId) -> Option<Start> {
-        let flight = self.flights.get_mut(&id).filter(|flight| !flight.started)?;
-        flight.started = true;
-        self.started += 1;
-        self.in_flight_bytes += u64::from(id.len);
-        self.stats.most_in_flight_chunks = self.stats.most_in_flight_chunks.max(self.started);
-        Some(Start { id, address: flight.address, priority: flight.priority.subscribe() })
-    }
-
-    /// The most urgent that waits, if there is room.
-    fn admit_next(&mut self, limits: &FetcherLimits) -> Option<Start> {
-        for level in 0..self.waiting.len() {
-            while let Some(&id) = self.waiting[level].front() {
-                let valid = self
-                    .flights
-                    .get(&id)
-                    .is_some_and(|flight| !flight.started && queue_of(*flight.priority.borrow()) == level);
-                if valid && self.in_flight_bytes + u64::from(id.len) > limits.in_flight_bytes {
-                    return None;
-                }
-                self.waiting[level].pop_front();
-                if valid {
-                    return self.admit(id);
-                }
-            }
-        }
-        None
-    }
-}
-
-fn queue_of(priority: Priority) -> usize {
-    match priority {
-        Priority::Demand => 0,
-        Priority::ReadAhead => 1,
-        Priority::Trace => 2,
-        Priority::Background => 3,
-    }
-}
-
-/// Ends a flight also when its task panics, so that nobody waits for ever.
-struct Landing {
-    inner: Arc<Inner>,
-    id: ChunkId,
-    outcome: Result<VerifiedChunk, FetchError>,
-}
-
-impl Drop for Landing {
-    fn drop(&mut self) {
-        let mut state = self.inner.lock();
-        let waiters = state.flights.remove(&self.id).map(|flight| flight.waiters).unwrap_or_default();
-        state.started -= 1;
-        state.in_flight_bytes -= u64::from(self.id.len);
-        if let Ok(chunk) = &self.outcome {
-            state.stats.fetched_chunks += 1;
-            state.stats.fetched_bytes += u64::from(self.id.len);
-            state.cache.insert(chunk.clone());
-        }
-        let mut starts = Vec::new();
-        if !self.inner.stop.is_cancelled() {
-            starts.extend(std::iter::from_fn(|| state.admit_next(&self.inner.limits)));
-        }
-        drop(state);
-        for waiter in waiters {
-            // A reader that was killed meanwhile does not wait any more.
-            let _gone: Result<(), _> = waiter.send(self.outcome.clone());
-        }
-        for start in starts {
-            self.inner.start(start);
-        }
-    }
-}
-
-impl Inner {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn start(self: &Arc<Self>, Start { id, address, priority }: Start) {
-        let inner = Arc::clone(self);
-        let outcome = Err(FetchError::Io { detail: "the fetch ended without an answer".to_owned() });
-        let mut landing = Landing { inner: Arc::clone(self), id, outcome };
-        let _runtime = self.runtime.enter();
-        task::detach("fetch", async move {
-            landing.outcome = tokio::select! {
-                biased;
-                () = inner.stop.cancelled() => Err(FetchError::Closed),
-                outcome = inner.bring(id, address, priority) => outcome,
-            };
-            drop(landing);
-        });
-    }
-
-    async fn bring(
-        &self,
-        id: ChunkId,
-        address: ChunkAddress,
-        priority: watch::Receiver<Priority>,
-    ) -> Result<VerifiedChunk, FetchError> {
-        let (mut mismatches, mut failures) = (0, 0);
-        loop {
-            let mark = self.lock().meter.begin(now());
-            let ask = Ask { address, len: id.len, priority: priority.clone() };
-            let wrong = match self.transport.fetch(ask).await {
-                Ok(bytes) => match id.verify(bytes) {
-                    Ok(chunk) => {
-                        self.lock().meter.delivered(mark, now(), u64::from(id.len));
-                        return Ok(chunk);
-                    }
-                    Err(mismatch) => mismatch.to_string(),
-                },
-                Err(TransportError::Garbled { detail }) => detail,
-                Err(TransportError::Io { detail }) => {
-                    failures += 1;
-                    if failures > REFETCHES {
-                        return Err(FetchError::Io { detail });
-                    }
-                    tokio::time::sleep(IO_PAUSE * failures).await;
-                    continue;
-                }
-                Err(TransportError::SourceChanged { detail }) => {
-                    return Err(FetchError::SourceChanged { detail });
-                }
-                Err(TransportError::NotFound) => return Err(FetchError::NotFound),
-                Err(TransportError::Closed) => return Err(FetchError::Closed),
-            };
-            mismatches += 1;
-            self.lock().stats.mismatches += 1;
-            tracing::warn!(?address, mismatches, wrong, "a chunk is not what was asked for");
-            if mismatches > REFETCHES {
-                return Err(FetchError::Corrupt { detail: wrong });
-            }
-        }
-    }
-}
-
-fn now() -> Duration {
-    clock::boottime().since_boot()
 }
 
 #[cfg(test)]

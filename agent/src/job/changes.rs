@@ -127,6 +127,16 @@ pub struct Kept {
 /// `cap_bytes`. One that cannot be copied is named and the rest goes on.
 #[must_use]
 pub fn keep(changes: &[Change], upper: &Path, to: &Path, cap_bytes: u64) -> Kept {
+    keep_with(changes, to, cap_bytes, |path, target| copy(&upper.join(path), target))
+}
+
+/// As [`keep`], with a way to copy: from a path relative to the workdir to a name that is free.
+pub(crate) fn keep_with(
+    changes: &[Change],
+    to: &Path,
+    cap_bytes: u64,
+    copy: impl Fn(&Path, &Path) -> io::Result<u64>,
+) -> Kept {
     let mut kept = Kept::default();
     let mut order: Vec<&Change> = changes.iter().collect();
     order.sort_by_key(|change| (change.size_bytes, &change.path));
@@ -139,7 +149,7 @@ pub fn keep(changes: &[Change], upper: &Path, to: &Path, cap_bytes: u64) -> Kept
                 if kept.bytes.saturating_add(change.size_bytes) > cap_bytes {
                     kept.left.push(format!("{shown} ({} bytes, over the cap)", change.size_bytes));
                 } else {
-                    match copy(upper, to, &change.path) {
+                    match clear(to, &change.path).and_then(|target| copy(&change.path, &target)) {
                         Ok(bytes) => {
                             kept.bytes += bytes;
                             kept.files.push(change.path.clone());
@@ -154,18 +164,26 @@ pub fn keep(changes: &[Change], upper: &Path, to: &Path, cap_bytes: u64) -> Kept
     kept
 }
 
-fn copy(upper: &Path, to: &Path, path: &Path) -> io::Result<u64> {
-    let (from, target) = (upper.join(path), to.join(path));
-    if let Some(parent) = path.parent() {
-        fs::DirBuilder::new().recursive(true).mode(0o755).create(to.join(parent))?;
+/// A free name: what an earlier attempt left under it goes.
+fn clear(to: &Path, path: &Path) -> io::Result<PathBuf> {
+    let target = to.join(path);
+    if let Some(parent) = target.parent() {
+        fs::DirBuilder::new().recursive(true).mode(0o755).create(parent)?;
     }
-    let meta = fs::symlink_metadata(&from)?;
+    match fs::remove_file(&target) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        Ok(()) | Err(_) => Ok(target),
+    }
+}
+
+fn copy(from: &Path, target: &Path) -> io::Result<u64> {
+    let meta = fs::symlink_metadata(from)?;
     if meta.is_symlink() {
-        std::os::unix::fs::symlink(fs::read_link(&from)?, &target)?;
+        std::os::unix::fs::symlink(fs::read_link(from)?, target)?;
         return Ok(0);
     }
-    let mut source = fs::File::open(&from)?;
-    let mut made = fs::OpenOptions::new().write(true).create_new(true).open(&target)?;
+    let mut source = fs::File::open(from)?;
+    let mut made = fs::OpenOptions::new().write(true).create_new(true).open(target)?;
     let bytes = io::copy(&mut source, &mut made)?;
     made.set_permissions(fs::Permissions::from_mode(meta.mode() & 0o777))?;
     if let Ok(modified) = meta.modified() {

@@ -2,7 +2,8 @@
 //! input and the log pipe as its output. It starts no threads.
 //!
 //! The outer process stays outside of the job's PID namespace: it kills the inner one when the
-//! socket ends and reports, by its own end, that the whole tree is gone. The inner one is pid 1:
+//! socket ends and reports, by its own end, that the whole tree is gone (and, on the owner's
+//! machine, holds a part of the box's life until then). The inner one is pid 1:
 //! it builds the view, runs the steps, reaps, and ends.
 //!
 //! Never: read an argument, or leave a descriptor open for the job.
@@ -14,6 +15,7 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 
+use limb_common::life;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::{CloneFlags, unshare};
@@ -33,10 +35,14 @@ const HINT: &str = "hint: run the agent as root, or allow unprivileged user name
 /// The whole of `limb-agent job-init`. To be called before the program starts any thread.
 #[must_use]
 pub fn main() -> ExitCode {
-    // When the agent's thread that owns us ends, so do we; the socket says so too.
-    let _tied = prctl::set_pdeathsig(Signal::SIGKILL);
     let _leader = setsid();
+    // Its end is the agent's end. Death with the parent would be quicker than it may be: this
+    // process must outlive the tree, as the proof that there still is one.
     let Ok(socket) = take_socket() else { return ExitCode::FAILURE };
+    if let Err(error) = stand_for_the_tree() {
+        tell(&socket, &Told::ViewFailed(format!("the tree cannot be accounted for: {error}")));
+        return ExitCode::FAILURE;
+    }
     let Ok(order) = read_order(&socket) else { return ExitCode::FAILURE };
     // The agent must outlive the job when memory runs out.
     let _said = std::fs::write("/proc/self/oom_score_adj", "500");
@@ -59,6 +65,13 @@ pub fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Where the box is processes on somebody's machine: holds a part of its life.
+fn stand_for_the_tree() -> std::io::Result<()> {
+    let Some(named) = std::env::var_os(life::VARIABLE) else { return Ok(()) };
+    let fd = named.to_str().and_then(|text| text.parse().ok()).filter(|fd| *fd > 2);
+    life::join_tree(fd.ok_or_else(|| std::io::Error::from(std::io::ErrorKind::InvalidInput))?)
 }
 
 /// Moves the socket off standard input, where /dev/null takes its place.
@@ -147,6 +160,9 @@ fn block(signals: &[Signal]) -> nix::Result<SignalFd> {
 fn inner(socket: &UnixStream, order: Order, in_user_namespace: bool) -> ExitCode {
     let _tied = prctl::set_pdeathsig(Signal::SIGKILL);
     let _leader = setsid();
+    if stand_for_the_tree().is_err() {
+        return ExitCode::FAILURE;
+    }
     let Ok(signals) = block(&[Signal::SIGCHLD, Signal::SIGTERM]) else { return ExitCode::FAILURE };
     for entrance in &order.cgroups {
         // "0" is the writer itself; a group that cannot be entered is done without.

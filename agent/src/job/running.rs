@@ -89,8 +89,7 @@ impl RunningJob {
         let supervised = shared.clone();
         let (started, helper) = tokio::sync::oneshot::channel();
         let program = spec.init_program.clone();
-        // A thread of its own, for the whole life of the job: the kernel ends the helper when
-        // the thread that forked it ends.
+        // A thread of its own, for the whole life of the job: it blocks until the helper is gone.
         std::thread::Builder::new()
             .name("job".to_owned())
             .spawn(move || {
@@ -226,14 +225,12 @@ fn refusal(told: Told) -> JobError {
 
 fn spawn_helper(program: &Path, socket: UnixStream, log: std::io::PipeWriter) -> std::io::Result<Child> {
     let errors = log.try_clone()?;
-    std::process::Command::new(program)
-        .arg0("limb-job")
-        .arg("job-init")
-        .env_clear()
-        .stdin(Stdio::from(OwnedFd::from(socket)))
-        .stdout(log)
-        .stderr(errors)
-        .spawn()
+    let mut command = std::process::Command::new(program);
+    command.arg0("limb-job").arg("job-init").env_clear();
+    if let Some(life) = std::env::var_os(limb_common::life::VARIABLE) {
+        command.env(limb_common::life::VARIABLE, life);
+    }
+    command.stdin(Stdio::from(OwnedFd::from(socket))).stdout(log).stderr(errors).spawn()
 }
 
 /// Gives the order, passes on what is told, and stays until the helper is gone.

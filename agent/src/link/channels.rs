@@ -4,6 +4,7 @@
 use std::error::Error;
 use std::future::Future;
 use std::pin::Pin;
+use std::time::Duration;
 
 use tonic::transport::Channel;
 
@@ -28,4 +29,9 @@ pub trait Channels: Send + Sync + 'static {
     /// A connection for bulk data: never the one that carries the lease's beats. May be one that
     /// exists already; a caller whose stream broke asks again and gets one that is not broken.
     fn bulk(&self) -> ChannelFuture;
+
+    /// The shortest time that a TCP connection to home took; `None` where it is not known.
+    fn round_trip(&self) -> Option<Duration> {
+        None
+    }
 }

@@ -4,6 +4,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -29,6 +30,8 @@ pub struct InvalidAddress(String);
 pub struct Dialer {
     home: SocketAddr,
     backoff: Mutex<Backoff>,
+    /// The shortest that a connection took, in microseconds; 0: none was made.
+    round_trip_us: AtomicU64,
 }
 
 impl Dialer {
@@ -36,7 +39,7 @@ impl Dialer {
     /// [`InvalidAddress`] for anything but an IP literal with a port.
     pub fn new(address: &str) -> Result<Self, InvalidAddress> {
         let home = address.parse().map_err(|_| InvalidAddress(address.to_owned()))?;
-        Ok(Self { home, backoff: Mutex::default() })
+        Ok(Self { home, backoff: Mutex::default(), round_trip_us: AtomicU64::new(0) })
     }
 
     /// Connects, after a jittered pause when the last tries failed or their connections died
@@ -47,11 +50,23 @@ impl Dialer {
     pub(super) async fn dial(&self) -> io::Result<TcpStream> {
         let pause = self.backoff.lock().unwrap_or_else(PoisonError::into_inner).before_dial(boottime());
         tokio::time::sleep(pause).await;
+        let begun = boottime();
         let tcp = timeout(CONNECT_TIMEOUT, TcpStream::connect(self.home))
             .await
             .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
         tcp.set_nodelay(true)?;
+        let took = boottime().saturating_since(begun).as_micros();
+        let took = u64::try_from(took).unwrap_or(u64::MAX).max(1);
+        let shorter = |least: u64| (least == 0 || took < least).then_some(took);
+        let _longer: Result<u64, u64> =
+            self.round_trip_us.fetch_update(Ordering::Relaxed, Ordering::Relaxed, shorter);
         Ok(tcp)
+    }
+
+    /// The shortest time that a connection took.
+    pub(super) fn round_trip(&self) -> Option<Duration> {
+        let us = self.round_trip_us.load(Ordering::Relaxed);
+        (us > 0).then(|| Duration::from_micros(us))
     }
 
     /// The handshake went through.

@@ -8,25 +8,29 @@
 
 mod adapter;
 mod ahead;
+mod tour;
 mod tree;
 
 pub use tree::{Attributes, Entry, Owner, Part, Seek, Tree, TreeError};
 
 use std::collections::HashSet;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fuser::{InitFlags, ReplyData};
 use futures_util::future::join_all;
 use limb_common::assignment::SetNumber;
-use limb_common::chunk::{CHUNK_BYTES, VerifiedChunk};
+use limb_common::chunk::{CHUNK_BYTES, CHUNK_BYTES_U64, ChunkId, VerifiedSlice};
 use limb_common::manifest::{ChunkRef, Inode, Manifest};
 use limb_common::task;
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 
 use self::ahead::{Read, ReadAhead};
-use crate::fetch::{ChunkAddress, ChunkSource, FetchError, FetchFuture, Priority};
+use self::tour::{Stop, Tours};
+use crate::fetch::{ChunkAddress, ChunkSource, FetchError, Priority, SliceFuture};
+use crate::trace::SetTrace;
 
 /// Called once per file whose bytes cannot be had, with the file's path in the set.
 pub type OnProblem = Arc<dyn Fn(&Path, &FetchError) + Send + Sync>;
@@ -38,6 +42,8 @@ pub struct ReadFsOptions {
     pub source: Arc<dyn ChunkSource>,
     pub owner: Owner,
     pub on_problem: OnProblem,
+    /// Told of every first touch.
+    pub trace: Option<Arc<SetTrace>>,
     /// The mount's own: when it fires, every read that waits is answered with EIO.
     pub stop: CancellationToken,
     /// Reads that wait for the network are answered from here.
@@ -72,34 +78,50 @@ struct Core {
     set: SetNumber,
     source: Arc<dyn ChunkSource>,
     ahead: Mutex<ReadAhead>,
+    tours: Mutex<Tours>,
     on_problem: OnProblem,
+    trace: Option<Arc<SetTrace>>,
     reported: Mutex<HashSet<Inode>>,
     stop: CancellationToken,
 }
 
+/// What a read says about those that will follow.
+#[derive(Debug, Default)]
+struct Ahead {
+    /// To be asked for now.
+    chunks: Range<u64>,
+    /// The rest of the chunks that this read touches will be wanted too.
+    whole: bool,
+}
+
+/// Of a file no larger than this nobody wants a part: it is read from end to end.
+const WHOLE_FILE_BYTES: u64 = 64 << 10;
+
 /// One part of a reply.
 enum Piece {
     Zeros(usize),
-    Here(VerifiedChunk, std::ops::Range<usize>),
-    Coming(FetchFuture, std::ops::Range<usize>),
+    Here(VerifiedSlice),
+    Coming(SliceFuture),
 }
 
 /// What of a [`Piece`] is known after waiting.
 enum Ready {
     Zeros(usize),
-    Bytes(VerifiedChunk, std::ops::Range<usize>),
+    Bytes(VerifiedSlice),
 }
 
 impl ReadFs {
     #[must_use]
     pub fn new(options: ReadFsOptions) -> Self {
-        let ReadFsOptions { manifest, set, source, owner, on_problem, stop, runtime } = options;
+        let ReadFsOptions { manifest, set, source, owner, on_problem, trace, stop, runtime } = options;
         let core = Core {
             tree: Tree::new(manifest, owner),
             set,
             source,
             ahead: Mutex::default(),
+            tours: Mutex::default(),
             on_problem,
+            trace,
             reported: Mutex::default(),
             stop,
         };
@@ -111,9 +133,12 @@ impl ReadFs {
             Ok(parts) => parts,
             Err(error) => return reply.error(adapter::errno(error)),
         };
-        let pieces: Vec<_> = parts.into_iter().map(|part| self.core.piece(inode, part)).collect();
-        self.core.read_ahead(inode, offset, len);
-        if pieces.iter().any(|piece| matches!(piece, Piece::Coming(..))) {
+        let ahead = self.core.look_ahead(inode, offset, len);
+        let whole = ahead.whole;
+        let pieces: Vec<_> = parts.into_iter().map(|part| self.core.piece(inode, part, whole)).collect();
+        // What somebody waits for was asked for first.
+        self.core.ask_ahead(inode, offset, ahead.chunks);
+        if pieces.iter().any(|piece| matches!(piece, Piece::Coming(_))) {
             let core = Arc::clone(&self.core);
             let _runtime = self.runtime.enter();
             task::detach("read", async move { core.answer_later(inode, pieces, reply).await });
@@ -121,36 +146,81 @@ impl ReadFs {
         }
         let ready = pieces.into_iter().filter_map(|piece| match piece {
             Piece::Zeros(len) => Some(Ready::Zeros(len)),
-            Piece::Here(chunk, range) => Some(Ready::Bytes(chunk, range)),
-            Piece::Coming(..) => None,
+            Piece::Here(slice) => Some(Ready::Bytes(slice)),
+            Piece::Coming(_) => None,
         });
         send(reply, &ready.collect::<Vec<_>>());
     }
 }
 
 impl Core {
-    fn piece(&self, inode: Inode, part: Part) -> Piece {
+    fn piece(&self, inode: Inode, part: Part, whole: bool) -> Piece {
         match part {
             Part::Zeros { len } => Piece::Zeros(len),
-            Part::Data { index, id, from, to } => match self.source.cached(&id) {
-                Some(chunk) => Piece::Here(chunk, from..to),
-                None => {
-                    let address = ChunkAddress::Set { set: self.set, inode, index };
-                    Piece::Coming(self.source.fetch(address, id, Priority::Demand), from..to)
+            Part::Data { index, id, from, to } => {
+                let here = self.source.cached_slice(&id, from..to);
+                let all = whole || to - from == id.len as usize;
+                let trace = self.trace.as_ref();
+                let planned = trace.is_some_and(|trace| trace.touch(inode, index, here.is_some(), all));
+                match here {
+                    Some(slice) => Piece::Here(slice),
+                    None => Piece::Coming(self.coming(inode, index, id, from..to, whole || planned)),
                 }
-            },
+            }
         }
     }
 
-    fn read_ahead(&self, inode: Inode, offset: u64, len: u64) {
-        let Some(node) = self.tree.manifest().node(inode) else { return };
+    fn coming(&self, inode: Inode, index: u64, id: ChunkId, range: Range<usize>, whole: bool) -> SliceFuture {
+        let address = ChunkAddress::Set { set: self.set, inode, index };
+        if !whole {
+            return self.source.fetch_slice(address, id, range);
+        }
+        let chunk = self.source.fetch(address, id, Priority::Demand);
+        Box::pin(async move {
+            let outside = || FetchError::Io { detail: "outside of the chunk".to_owned() };
+            chunk.await?.slice(range).ok_or_else(outside)
+        })
+    }
+
+    /// What this read says about those that will follow.
+    fn look_ahead(&self, inode: Inode, offset: u64, len: u64) -> Ahead {
+        let Some(node) = self.tree.manifest().node(inode) else { return Ahead::default() };
         let bandwidth_delay = self.source.bandwidth_delay_bytes();
         let read = Read { inode, offset, len, file_bytes: node.size };
-        let wanted = lock(&self.ahead).on_read(read, bandwidth_delay);
-        for index in wanted {
+        let (chunks, sequential) = lock(&self.ahead).on_read(read, bandwidth_delay);
+        let whole = sequential || node.size <= WHOLE_FILE_BYTES || self.source.whole_pays(node.size);
+        Ahead { chunks, whole }
+    }
+
+    fn ask_ahead(&self, inode: Inode, offset: u64, chunks: Range<u64>) {
+        let Some(node) = self.tree.manifest().node(inode) else { return };
+        if self.trace.as_ref().is_some_and(|trace| trace.leads(inode, offset / CHUNK_BYTES_U64)) {
+            // The plan asks, and for nothing else than what will be read.
+            lock(&self.ahead).not_asked(inode, &chunks);
+            return;
+        }
+        for index in chunks {
             if let Some(ChunkRef::Data(id)) = node.chunk(index) {
                 let address = ChunkAddress::Set { set: self.set, inode, index };
                 self.source.prefetch(address, id, Priority::ReadAhead);
+            }
+        }
+        if offset == 0 {
+            self.tour_ahead(inode);
+        }
+    }
+
+    /// The files that somebody who reads file after file will want next.
+    fn tour_ahead(&self, inode: Inode) {
+        let stops =
+            lock(&self.tours).on_visit(self.tree.manifest(), inode, self.source.bandwidth_delay_bytes());
+        for stop in stops {
+            match stop {
+                Stop::Files(files) => self.source.prefetch_pack(self.set, &files, Priority::ReadAhead),
+                Stop::Chunk { inode, index, id } => {
+                    let address = ChunkAddress::Set { set: self.set, inode, index };
+                    self.source.prefetch(address, id, Priority::ReadAhead);
+                }
             }
         }
     }
@@ -159,8 +229,8 @@ impl Core {
         let waited = join_all(pieces.into_iter().map(|piece| async move {
             Ok::<_, FetchError>(match piece {
                 Piece::Zeros(len) => Ready::Zeros(len),
-                Piece::Here(chunk, range) => Ready::Bytes(chunk, range),
-                Piece::Coming(chunk, range) => Ready::Bytes(chunk.await?, range),
+                Piece::Here(slice) => Ready::Bytes(slice),
+                Piece::Coming(slice) => Ready::Bytes(slice.await?),
             })
         }));
         let ready = tokio::select! {
@@ -199,7 +269,7 @@ fn send(reply: ReplyData, ready: &[Ready]) {
         .iter()
         .map(|part| match part {
             Ready::Zeros(len) => ZEROS.get(..*len),
-            Ready::Bytes(chunk, range) => chunk.bytes().get(range.clone()),
+            Ready::Bytes(slice) => Some(&slice.bytes()[..]),
         })
         .collect();
     match slices.as_deref() {

@@ -6,6 +6,7 @@
 //! We are the only ones who change these files, so the kernel may remember everything. There is
 //! no writeback cache: it breaks O_WRONLY appends and can deadlock with shared mappings.
 
+mod closer;
 mod reply;
 
 use std::collections::HashMap;
@@ -25,10 +26,11 @@ use limb_common::task;
 use nix::errno::Errno;
 use tokio::runtime::Handle;
 
+use self::closer::{process_of, was_killed};
 use self::reply::{errno, file_attr, kind_of, mtime_ns};
 use super::session::request_capabilities;
 use crate::results::output::Output;
-use crate::results::tree::{Attributes, Creation, OpenMode, SetAttributes};
+use crate::results::tree::{Attributes, Closed, Creation, OpenMode, SetAttributes, Stake};
 
 /// Nobody but this file system changes what the kernel remembers.
 const TTL: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -43,8 +45,9 @@ const BOUNDLESS_BYTES: u64 = 1 << 50;
 pub struct WriteFs {
     output: Arc<Output>,
     runtime: Handle,
-    /// Who opened a handle, where close waits for home: only the opener's close does, so that a
-    /// forked child that closes what it inherited publishes nothing.
+    /// Which thread opened a handle that may write; where close waits for home, which process: only
+    /// the opener's close does, so that a forked child that closes what it inherited publishes
+    /// nothing.
     openers: Arc<Mutex<HashMap<u64, u32>>>,
 }
 
@@ -63,10 +66,29 @@ impl WriteFs {
         task::detach(name, answer);
     }
 
-    fn opened(&self, handle: u64, pid: u32) {
-        if self.output.durability() == Durability::Close {
-            let mut openers = self.openers.lock().unwrap_or_else(PoisonError::into_inner);
-            openers.insert(handle, process_of(pid));
+    fn opened(&self, handle: u64, flags: i32, thread: u32) {
+        if open_mode(flags).write {
+            let waits = self.output.durability() == Durability::Close;
+            let opener = if waits { process_of(thread) } else { thread };
+            self.openers.lock().unwrap_or_else(PoisonError::into_inner).insert(handle, opener);
+        }
+    }
+
+    fn opener_of(&self, handle: u64) -> Option<u32> {
+        self.openers.lock().unwrap_or_else(PoisonError::into_inner).get(&handle).copied()
+    }
+
+    /// Looks at the closing thread, where something depends on it.
+    fn how_closed(&self, handle: u64, thread: u32) -> Closed {
+        let stake = self.output.tree().stake(handle);
+        match stake {
+            Stake::Nothing => Closed::ByOther,
+            Stake::Unpublished | Stake::Torn if was_killed(thread) => Closed::ByDeath,
+            Stake::Unpublished => Closed::ByOther,
+            Stake::Torn => {
+                let opener = self.opener_of(handle).map(process_of);
+                if opener == Some(process_of(thread)) { Closed::ByOpener } else { Closed::ByOther }
+            }
         }
     }
 
@@ -97,13 +119,6 @@ fn open_mode(flags: i32) -> OpenMode {
         append: flags & libc::O_APPEND != 0,
         truncate: flags & libc::O_TRUNC != 0,
     }
-}
-
-/// The process that a thread belongs to: FUSE names the thread.
-fn process_of(thread: u32) -> u32 {
-    let status = std::fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("Tgid:"));
-    line.and_then(|text| text.trim().parse().ok()).unwrap_or(thread)
 }
 
 fn send_entry(reply: ReplyEntry, made: Result<Attributes, Errno>) {
@@ -291,7 +306,7 @@ impl Filesystem for WriteFs {
         let opened = self.output.tree().open(ino.0, open_mode(flags.0));
         match opened {
             Ok(handle) => {
-                self.opened(handle, req.pid());
+                self.opened(handle, flags.0, req.pid());
                 reply.opened(FileHandle(handle), FopenFlags::FOPEN_KEEP_CACHE);
             }
             Err(error) => reply.error(errno(error)),
@@ -310,7 +325,7 @@ impl Filesystem for WriteFs {
     ) {
         match self.create_or_open(req, parent.0, name, mode, flags) {
             Ok((made, handle)) => {
-                self.opened(handle, req.pid());
+                self.opened(handle, flags, req.pid());
                 let flags = FopenFlags::FOPEN_KEEP_CACHE;
                 reply.created(&TTL, &file_attr(&made), GENERATION, FileHandle(handle), flags);
             }
@@ -361,12 +376,13 @@ impl Filesystem for WriteFs {
     }
 
     fn flush(&self, req: &Request, ino: INodeNo, fh: FileHandle, _owner: LockOwner, reply: ReplyEmpty) {
-        self.output.tree().flushed(fh.0);
+        let how = self.how_closed(fh.0, req.pid());
+        self.output.tree().flushed(fh.0, how);
         if self.output.durability() != Durability::Close {
             return send_empty(reply, self.output.sticky(ino.0));
         }
-        let opener = self.openers.lock().unwrap_or_else(PoisonError::into_inner).get(&fh.0).copied();
-        let own = opener == Some(process_of(req.pid())) && self.output.tree().is_writer(fh.0);
+        // Who was killed has not said that the file is whole, and waits for nobody.
+        let own = how != Closed::ByDeath && self.opener_of(fh.0) == Some(process_of(req.pid()));
         let output = Arc::clone(&self.output);
         self.later("results-flush", async move { send_empty(reply, output.flush(ino.0, own).await) });
     }

@@ -44,6 +44,12 @@ pub(crate) struct File {
     pub(crate) flushed: bool,
     /// There is or was a writer, and each of its time opened the file with O_APPEND.
     pub(crate) appending: bool,
+    /// How often its bytes were changed.
+    pub(crate) changes: u64,
+    /// `changes` when the first of its present writers opened it.
+    pub(crate) changes_before: u64,
+    /// A writer was killed, and nobody has carried on since: what there is may be half a file.
+    pub(crate) torn: bool,
     pub(crate) last_write: std::time::Duration,
     pub(crate) last_grown: std::time::Duration,
 }
@@ -91,6 +97,9 @@ impl File {
             writers: 0,
             flushed: false,
             appending: false,
+            changes: 0,
+            changes_before: 0,
+            torn: false,
             last_write: zero,
             last_grown: zero,
         }

@@ -15,6 +15,7 @@ use limb_common::assignment::{Durability, SetNumber};
 use limb_common::clock;
 use limb_common::task::{self, Task};
 use nix::errno::Errno;
+use tokio_util::sync::CancellationToken;
 
 use super::budget::Budget;
 use super::content::{Missing, MissingFrom, Piece};
@@ -42,7 +43,7 @@ pub struct OutputSettings {
     pub lower_set: Option<SetNumber>,
     pub source: Arc<dyn ChunkSource>,
     /// Ends every wait with EIO: given to the mount session too.
-    pub stop: tokio_util::sync::CancellationToken,
+    pub stop: CancellationToken,
 }
 
 impl std::fmt::Debug for OutputSettings {
@@ -57,7 +58,7 @@ pub struct Output {
     lower_set: Option<SetNumber>,
     source: Arc<dyn ChunkSource>,
     outbox: Option<Arc<Outbox>>,
-    stop: tokio_util::sync::CancellationToken,
+    stop: CancellationToken,
 }
 
 impl std::fmt::Debug for Output {
@@ -104,7 +105,7 @@ impl Output {
     }
 
     #[must_use]
-    pub fn stop(&self) -> &tokio_util::sync::CancellationToken {
+    pub fn stop(&self) -> &CancellationToken {
         &self.stop
     }
 
@@ -224,6 +225,21 @@ impl Output {
     /// # Errors
     /// EIO when home cannot give back what it has.
     pub async fn read(&self, inode: u64, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
+        self.read_until(inode, offset, len, &self.stop).await
+    }
+
+    /// [`Self::read`], given up when `until` is cancelled: for the agent itself, that reads on
+    /// when the job's mount was aborted.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub async fn read_until(
+        &self,
+        inode: u64,
+        offset: u64,
+        len: usize,
+        until: &CancellationToken,
+    ) -> Result<Vec<u8>, Errno> {
         let pieces = self.tree().read(inode, offset, len)?;
         let mut out = Vec::with_capacity(len);
         for piece in pieces {
@@ -231,7 +247,7 @@ impl Output {
                 Piece::Zeros(count) => out.resize(out.len() + count, 0),
                 Piece::Bytes(bytes) => out.extend_from_slice(&bytes),
                 Piece::Missing { missing, start, len } => {
-                    let bytes = self.fetch(inode, &missing).await?;
+                    let bytes = self.fetch(inode, &missing, until).await?;
                     let end = bytes.len().min(start + len);
                     out.extend_from_slice(bytes.get(start..end).unwrap_or_default());
                     let zeros = start + len - end.max(start);
@@ -244,13 +260,13 @@ impl Output {
 
     async fn load(&self, inode: u64, missing: Vec<Missing>) -> Result<(), Errno> {
         for one in missing {
-            let bytes = self.fetch(inode, &one).await?;
+            let bytes = self.fetch(inode, &one, &self.stop).await?;
             self.tree().install(inode, &one, bytes);
         }
         Ok(())
     }
 
-    async fn fetch(&self, inode: u64, missing: &Missing) -> Result<Bytes, Errno> {
+    async fn fetch(&self, inode: u64, missing: &Missing, until: &CancellationToken) -> Result<Bytes, Errno> {
         let (address, id) = match &missing.from {
             MissingFrom::Lower { inode, id } => {
                 let set = self.lower_set.ok_or(Errno::EIO)?;
@@ -262,7 +278,7 @@ impl Output {
                 (address, chunk.id().ok_or(Errno::EIO)?)
             }
         };
-        let first = self.unless_stopped(self.source.fetch(address, id, Priority::Demand)).await?;
+        let first = unless(until, self.source.fetch(address, id, Priority::Demand)).await?;
         // A later life of the file took over the chunk as it is.
         let gone = matches!(first, Err(FetchError::NotFound | FetchError::SourceChanged { .. }));
         let later = if gone { self.tree().newest_file(inode) } else { None };
@@ -270,7 +286,7 @@ impl Output {
             Some(file) => {
                 let output = self.tree().output();
                 let address = ChunkAddress::Result { output, file, index: missing.index };
-                self.unless_stopped(self.source.fetch(address, id, Priority::Demand)).await?
+                unless(until, self.source.fetch(address, id, Priority::Demand)).await?
             }
             None => first,
         };
@@ -281,10 +297,7 @@ impl Output {
     }
 
     async fn unless_stopped<T>(&self, future: impl Future<Output = T>) -> Result<T, Errno> {
-        tokio::select! {
-            value = future => Ok(value),
-            () = self.stop.cancelled() => Err(Errno::EIO),
-        }
+        unless(&self.stop, future).await
     }
 
     /// fsync: returns when home has the file as it is now.
@@ -396,7 +409,7 @@ impl Output {
         self.tree().fence();
     }
 
-    /// After the job's end, before the drain: what is still open ends as a partial file.
+    /// After the job's end, before the drain: what is torn or still open ends as a partial file.
     pub fn abandon_open(&self) {
         let mut tree = self.tree();
         tree.fence();
@@ -407,6 +420,13 @@ impl Output {
     #[must_use]
     pub fn changes(&self) -> Vec<Change> {
         self.tree().changes()
+    }
+}
+
+async fn unless<T>(stop: &CancellationToken, future: impl Future<Output = T>) -> Result<T, Errno> {
+    tokio::select! {
+        value = future => Ok(value),
+        () = stop.cancelled() => Err(Errno::EIO),
     }
 }
 

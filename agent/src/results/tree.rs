@@ -1,6 +1,9 @@
 //! The output's file system, without FUSE, time or waiting: what a call does to names, bytes and
 //! the outbox. One lock around it makes each call atomic.
 //!
+//! A file whose last writer was killed is torn: it stays private, readable and ready to be gone on
+//! with, until somebody alive writes on and closes it, syncs or renames it, or the job ends.
+//!
 //! Never: publish bytes that the writer has not released, synced or renamed; journal a name before
 //! the content that belongs under it.
 //!
@@ -90,6 +93,29 @@ pub struct OpenMode {
 struct Handle {
     inode: u64,
     mode: OpenMode,
+    /// Closed last by a process that was killed: the file's `changes` at that moment.
+    died_at: Option<u64>,
+}
+
+/// How a descriptor was closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Closed {
+    /// By close(2) or an ordinary exit of the process that opened it.
+    ByOpener,
+    /// The same, by another process that inherited it, or whose part nobody asked for.
+    ByOther,
+    /// Because its process was killed by a signal.
+    ByDeath,
+}
+
+/// What a close of a handle decides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stake {
+    Nothing,
+    /// Bytes that were never shown.
+    Unpublished,
+    /// The same, and a process that shared this handle was killed.
+    Torn,
 }
 
 /// Space in an output.
@@ -253,6 +279,7 @@ impl Tree {
                 upload.grown = kind == PublishKind::Grown;
             }
             if kind == PublishKind::Final {
+                file.torn = false;
                 file.content.finish();
                 self.unsettled.remove(&inode);
             }
@@ -386,7 +413,12 @@ impl Tree {
         self.fenced = true;
     }
 
-    /// After the fence: files that are still open for writing end here, kept as partial ones.
+    #[must_use]
+    pub fn is_fenced(&self) -> bool {
+        self.fenced
+    }
+
+    /// After the fence: files that are torn or still open for writing end here, kept as partial ones.
     pub fn abandon_open(&mut self) {
         let open: Vec<u64> = self
             .names

@@ -15,6 +15,7 @@ use limb_common::report::BoxEvent;
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 
+use super::traces::Traces;
 use crate::fetch::{ChunkSource, FetchError, Fetcher, FetcherLimits};
 use crate::job::layer::WorkdirLayer;
 use crate::job::{Access, Bind, View, Workdir};
@@ -51,15 +52,28 @@ pub(super) enum PlaceError {
     NotOneFile { path: PathBuf },
 }
 
+/// Who uses a mount: one of ours still carries results home when the job's were aborted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Seen {
+    ByJob,
+    ByAgent,
+}
+
 /// Every mount that this agent made. Shared with the leash, which ends them.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Mounts(Arc<Mutex<Vec<Arc<MountSession>>>>);
+pub(super) struct Mounts(Arc<Mutex<Vec<Mounted>>>);
+
+#[derive(Clone, Debug)]
+struct Mounted {
+    seen: Seen,
+    session: Arc<MountSession>,
+}
 
 impl Mounts {
     /// Puts their end into the leash's order of destruction, the wipe after the unmounting.
     pub(super) fn register(&self, leash: &Leash, private_dir: &Path) {
         let mounts = self.clone();
-        leash.register(Stage::AbortMounts, "mounts", move || mounts.abort());
+        leash.register(Stage::AbortMounts, "mounts", move || abort(mounts.all()));
         let (mounts, private_dir) = (self.clone(), private_dir.to_owned());
         leash.register(Stage::Wipe, "private directory", move || {
             mounts.unmount();
@@ -69,29 +83,35 @@ impl Mounts {
         });
     }
 
-    /// Answers all pending requests with an error; a job blocked in one can then be killed.
-    pub(super) fn abort(&self) {
-        for mount in self.all() {
-            if let Err(error) = mount.abort() {
-                tracing::warn!(error = limb_common::error::chain(&error), "a mount could not be aborted");
-            }
-        }
+    /// Answers all pending requests of the job with an error, so that it can be killed also when
+    /// it is blocked in one.
+    pub(super) fn abort_the_jobs(&self) {
+        abort(self.all().into_iter().filter(|mount| mount.seen == Seen::ByJob));
     }
 
     fn unmount(&self) {
         for mount in self.all().into_iter().rev() {
-            if let Err(error) = mount.unmount() {
+            if let Err(error) = mount.session.unmount() {
                 tracing::warn!(error = limb_common::error::chain(&error), "a mount could not be ended");
             }
         }
     }
 
-    fn all(&self) -> Vec<Arc<MountSession>> {
+    fn all(&self) -> Vec<Mounted> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn add(&self, mount: Arc<MountSession>) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(mount);
+    fn add(&self, seen: Seen, session: MountSession) {
+        let mounted = Mounted { seen, session: Arc::new(session) };
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(mounted);
+    }
+}
+
+fn abort(mounts: impl IntoIterator<Item = Mounted>) {
+    for mount in mounts {
+        if let Err(error) = mount.session.abort() {
+            tracing::warn!(error = limb_common::error::chain(&error), "a mount could not be aborted");
+        }
     }
 }
 
@@ -118,6 +138,8 @@ pub(super) struct Place {
     /// Where changed workdir files are to be put, if home wants them: not the job's, so no fence
     /// stands before it.
     pub(super) changes_to: Option<(Arc<Output>, PathBuf)>,
+    /// Where first touches are recorded; none: the job says `trace: off`.
+    pub(super) traces: Option<Traces>,
     source: Arc<dyn ChunkSourceDebug>,
     workdir_manifest: Option<(Manifest, SetSpec)>,
     _uplink: Uplink,
@@ -134,13 +156,14 @@ impl Builder<'_> {
         let chunks = GrpcChunks::new(Arc::clone(&channels), ChunkPatience::default(), self.stop.clone());
         let limits = FetcherLimits::with_cache(CACHE_BYTES);
         let source = Arc::new(Fetcher::new(Arc::new(chunks), limits, Handle::current(), self.stop));
+        let traces = assignment.trace.then(|| Traces::start(Arc::clone(&channels), source.clone()));
         let outbox = self.outbox();
         let uplink = Uplink::start(Arc::clone(&outbox), channels, self.link.identity().epoch);
         let mut binds = Vec::new();
         for spec in &assignment.mounts {
             let target = path_of(&spec.path);
             let manifest = self.manifest(&spec.set, &target.display().to_string()).await?;
-            let mounted = self.mount_set(&spec.set, &manifest, source.clone(), "set")?;
+            let mounted = self.mount_set(&spec.set, &manifest, (source.clone(), traces.as_ref()), "set")?;
             let shown = if spec.single_file {
                 mounted.join(only_name(&manifest).ok_or(PlaceError::NotOneFile { path: target.clone() })?)
             } else {
@@ -164,7 +187,7 @@ impl Builder<'_> {
         let (workdir_lower, workdir_manifest) = match &assignment.workdir {
             Some(set) => {
                 let manifest = self.manifest(set, "the workdir").await?;
-                let lower = self.mount_set(set, &manifest, source.clone(), "workdir")?;
+                let lower = self.mount_set(set, &manifest, (source.clone(), traces.as_ref()), "workdir")?;
                 (Some(lower), Some((manifest, set.clone())))
             }
             None => (None, None),
@@ -177,6 +200,7 @@ impl Builder<'_> {
             layer,
             workdir_lower,
             changes_to,
+            traces,
             source,
             workdir_manifest,
             _uplink: uplink,
@@ -185,7 +209,7 @@ impl Builder<'_> {
     }
 
     /// A writable workdir of our own, for a kernel that refuses an overlay over FUSE. Nothing of
-    /// it goes home by itself.
+    /// it goes home by itself: [`super::keeping`] does that.
     pub(super) fn ready_workdir(&self, place: &Place) -> Result<(Arc<Output>, PathBuf), PlaceError> {
         let stop = self.stop.child_token();
         let (lower, lower_set) = match &place.workdir_manifest {
@@ -207,7 +231,7 @@ impl Builder<'_> {
             stop: stop.clone(),
         });
         let fs = WriteFs::new(Arc::clone(&output), Handle::current());
-        let path = self.mount(fs, "workdir-rw", false, stop, "the workdir")?;
+        let path = self.mount(fs, ("workdir-rw", Seen::ByJob), false, stop, "the workdir")?;
         Ok((output, path))
     }
 
@@ -232,7 +256,7 @@ impl Builder<'_> {
         &self,
         set: &SetSpec,
         manifest: &Manifest,
-        source: Arc<Fetcher>,
+        (source, traces): (Arc<Fetcher>, Option<&Traces>),
         kind: &str,
     ) -> Result<PathBuf, PlaceError> {
         let stop = self.stop.child_token();
@@ -251,10 +275,11 @@ impl Builder<'_> {
                 };
                 notice(&reporter, kind, format!("{}: {error}", path.display()));
             }),
+            trace: traces.map(|traces| traces.begin(set.set, manifest)),
             stop: stop.clone(),
             runtime: Handle::current(),
         });
-        self.mount(fs, &format!("{kind}-{}", set.set.0), true, stop, kind)
+        self.mount(fs, (&format!("{kind}-{}", set.set.0), Seen::ByJob), true, stop, kind)
     }
 
     async fn mount_output(
@@ -284,14 +309,15 @@ impl Builder<'_> {
             stop: stop.clone(),
         });
         let fs = WriteFs::new(Arc::clone(&output), Handle::current());
-        let path = self.mount(fs, &format!("output-{}", spec.output.0), false, stop, &what)?;
+        let seen = if spec.path == WORKDIR_CHANGES { Seen::ByAgent } else { Seen::ByJob };
+        let path = self.mount(fs, (&format!("output-{}", spec.output.0), seen), false, stop, &what)?;
         Ok((output, path))
     }
 
     fn mount(
         &self,
         fs: impl fuser::Filesystem,
-        name: &str,
+        (name, seen): (&str, Seen),
         read_only: bool,
         stop: CancellationToken,
         what: &str,
@@ -302,7 +328,7 @@ impl Builder<'_> {
         let mount = MountSession::mount(fs, options)
             .map_err(|source| PlaceError::Mount { what: what.to_owned(), source })?;
         let path = mount.path().to_owned();
-        self.mounts.add(Arc::new(mount));
+        self.mounts.add(seen, mount);
         Ok(path)
     }
 }

@@ -2,22 +2,26 @@
 //!
 //! ```text
 //!   start ─▶ setup ─▶ run ─▶ ended ─▶ drained ─▶ (Die)
-//!              │       │        Stop: fence ─▶ SIGTERM ─▶ grace ─▶ abort mounts, kill
-//!              └───────┴─────── Die:  abort mounts, kill
+//!              │       │        Stop: SIGTERM ─▶ grace ─▶ fence ─▶ abort mounts, kill
+//!              └───────┴─────── Die:  fence ─▶ abort mounts, kill
 //! ```
+//!
+//! No fence stands during the grace: a job that saves when it is told to stop closes its files,
+//! and that publishes them. One that dies of the signal publishes nothing (see [`crate::mount`]).
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use limb_common::assignment::{Assignment, Order};
+use limb_common::clock::boottime;
 use limb_common::error::chain;
 use limb_common::report::{BoxEvent, DrainReport, EndedBy, JobEnd, JobStep};
 use limb_common::task::{self, Task};
 use tokio::sync::watch;
 
+use super::keeping;
 use super::place::{Builder, Mounts, Place};
-use crate::job::{JobError, JobSpec, Limits, RunningJob, Workdir, base_env, changes, this_program};
+use crate::job::{JobError, JobSpec, Limits, RunningJob, Workdir, base_env, this_program};
 use crate::leash::Stage;
 use crate::link::channels::Channels;
 use crate::link::control::Reporter;
@@ -31,14 +35,23 @@ const UNHURRIED: Duration = Duration::from_secs(365 * 86_400);
 /// A shell's code for a program that cannot be executed.
 const CANNOT_RUN: i32 = 126;
 
-/// Between two looks whether copied workdir files are closed, and how long to look.
-const CLOSE_POLL: Duration = Duration::from_millis(5);
-const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
+/// The kernel tells of the last closes of a job that has ended within milliseconds.
+const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
 
 /// What ended a wait for the job.
 enum Interruption {
     Stop { grace: Duration, drain: Duration },
     Die,
+}
+
+impl Interruption {
+    /// How long what is left may take to get home.
+    fn drain_bound(&self) -> Duration {
+        match self {
+            Self::Stop { drain, .. } => *drain,
+            Self::Die => Duration::ZERO,
+        }
+    }
 }
 
 /// Waits for an order that ends the job.
@@ -148,10 +161,6 @@ impl Started {
             end = self.job.wait() => return (end, None),
             interruption = ordered_to_end(orders) => interruption,
         };
-        // From here on what is not whole stays private.
-        for output in &place.outputs {
-            output.fence();
-        }
         let drain = match interruption {
             Interruption::Stop { grace, drain } => {
                 self.job.terminate();
@@ -160,21 +169,25 @@ impl Started {
                     () = ordered_to_die(orders) => true,
                 };
                 if died {
-                    self.kill(mounts).await;
+                    self.kill(place, mounts).await;
                 }
                 drain
             }
             Interruption::Die => {
                 self.job.terminate();
-                self.kill(mounts).await;
+                self.kill(place, mounts).await;
                 Duration::ZERO
             }
         };
         (self.job.wait().await, Some(drain))
     }
 
-    async fn kill(&self, mounts: &Mounts) {
-        if let Err(error) = self.job.kill(|| mounts.abort()).await {
+    async fn kill(&self, place: &Place, mounts: &Mounts) {
+        // An aborted mount tells of no close any more: from here on what is not whole stays private.
+        for output in &place.outputs {
+            output.fence();
+        }
+        if let Err(error) = self.job.kill(|| mounts.abort_the_jobs()).await {
             tracing::error!(%error, "the job could not be killed");
         }
     }
@@ -200,28 +213,34 @@ impl Started {
         orders: &mut watch::Receiver<Order>,
         bound: Option<Duration>,
     ) -> DrainReport {
-        let left = self.keep_changes(place, assignment.workdir_changes_cap_bytes).await;
+        let began = boottime();
+        let rest = |bound: Duration| bound.saturating_sub(boottime().saturating_since(began));
         for output in &place.outputs {
+            // After the fence nothing more will be told.
+            if !output.tree().is_fenced() && !output.released(RELEASE_PATIENCE).await {
+                tracing::warn!("a file of the job is still open after its end");
+            }
             output.abandon_open();
         }
+        let cap = assignment.workdir_changes_cap_bytes;
+        let keeping = keeping::keep(place, self.ready_workdir.clone(), cap);
+        let left = within(orders, bound, keeping)
+            .await
+            .unwrap_or_else(|| vec!["the workdir's changes: time was up before all were copied".to_owned()]);
         let mut report = match bound {
-            Some(bound) => place.outbox.drain(bound).await,
+            Some(bound) => place.outbox.drain(rest(bound)).await,
             None => tokio::select! {
                 drained = place.outbox.drain(UNHURRIED) => drained,
-                interruption = ordered_to_end(orders) => match interruption {
-                    Interruption::Stop { drain, .. } => place.outbox.drain(drain).await,
-                    Interruption::Die => place.outbox.drain(Duration::ZERO).await,
-                },
+                interruption = ordered_to_end(orders) => {
+                    place.outbox.drain(interruption.drain_bound()).await
+                }
             },
         };
         let log_bytes_left = match bound {
-            Some(bound) => self.logs.flush(bound).await,
+            Some(bound) => self.logs.flush(rest(bound)).await,
             None => tokio::select! {
                 left = self.logs.flush(UNHURRIED) => left,
-                interruption = ordered_to_end(orders) => match interruption {
-                    Interruption::Stop { drain, .. } => self.logs.flush(drain).await,
-                    Interruption::Die => self.logs.flush(Duration::ZERO).await,
-                },
+                interruption = ordered_to_end(orders) => self.logs.flush(interruption.drain_bound()).await,
             },
         };
         if log_bytes_left > 0 {
@@ -231,51 +250,28 @@ impl Started {
         report.workdir_changes_left = left;
         report
     }
-
-    /// Copies changed workdir files into their output; names what was not kept.
-    async fn keep_changes(&self, place: &Place, cap_bytes: u64) -> Vec<String> {
-        if let Some(output) = &self.ready_workdir {
-            return output
-                .changes()
-                .iter()
-                .map(|change| String::from_utf8_lossy(&change.path).into_owned())
-                .collect();
-        }
-        let upper = place.layer.upper();
-        let (output, to) = place.changes_to.clone().unzip();
-        let lower = place.workdir_lower.clone();
-        let kept =
-            tokio::task::spawn_blocking(move || keep_in(&upper, lower.as_deref(), to.as_deref(), cap_bytes));
-        let kept = kept.await;
-        if let Some(output) = output {
-            // What was just copied is closed; the kernel says so a moment later.
-            let closed = async {
-                while output.tree().has_handles() {
-                    tokio::time::sleep(CLOSE_POLL).await;
-                }
-            };
-            if tokio::time::timeout(CLOSE_PATIENCE, closed).await.is_err() {
-                tracing::warn!("the workdir's changes are not all closed");
-            }
-        }
-        match kept {
-            Ok(Ok(left)) => left,
-            Ok(Err(error)) => vec![format!("the workdir's changes could not be listed: {error}")],
-            Err(_) => vec!["the workdir's changes could not be listed".to_owned()],
-        }
-    }
 }
 
-fn keep_in(
-    upper: &Path,
-    lower: Option<&Path>,
-    to: Option<&Path>,
-    cap_bytes: u64,
-) -> std::io::Result<Vec<String>> {
-    let found = changes::changes(upper, lower)?;
-    match to {
-        Some(to) => Ok(changes::keep(&found, upper, to, cap_bytes).left),
-        None => Ok(found.iter().map(|change| change.path.display().to_string()).collect()),
+/// Does this for as long as home allows. `None`: time was up first.
+async fn within<T>(
+    orders: &mut watch::Receiver<Order>,
+    bound: Option<Duration>,
+    work: impl Future<Output = T>,
+) -> Option<T> {
+    let mut work = std::pin::pin!(work);
+    let bound = match bound {
+        Some(bound) => bound,
+        None => tokio::select! {
+            done = &mut work => return Some(done),
+            interruption = ordered_to_end(orders) => interruption.drain_bound(),
+        },
+    };
+    if bound.is_zero() {
+        return None;
+    }
+    tokio::select! {
+        done = tokio::time::timeout(bound, work) => done.ok(),
+        () = ordered_to_die(orders) => None,
     }
 }
 

@@ -8,7 +8,7 @@ use limb_agent::job::{JobSpec, RunningJob};
 use limb_common::assignment::Command;
 use limb_common::report::{EndedBy, JobStep};
 
-use crate::support::{BOUND, Place, exit, read_all, run, runtime, text};
+use crate::support::{BOUND, Place, exit, read_all, run, runtime, text, wait_for};
 
 /// Every process on this machine with `mark` in its environment.
 fn marked(mark: &str) -> Vec<i32> {
@@ -196,11 +196,7 @@ fn the_tree_dies_with_the_agent() {
     assert!(!marked(&wanted).is_empty());
     agent.kill().unwrap();
     agent.wait().unwrap();
-    let gone = (0..600).any(|_| {
-        std::thread::sleep(Duration::from_millis(50));
-        marked(&wanted).is_empty()
-    });
-    assert!(gone, "{:?}", marked(&wanted));
+    wait_for("the job to be gone", || marked(&wanted).is_empty());
 }
 
 #[test]

@@ -6,10 +6,20 @@ use std::time::Duration;
 
 use limb_agent::job::{Access, Bind, JobError, JobSpec, Limits, RunningJob, View, Workdir, base_env};
 use limb_common::assignment::Command;
+use limb_common::clock::boottime;
 use limb_common::report::{EndedBy, JobEnd};
 
 /// Longer than any of these jobs lives on a busy machine.
 pub(crate) const BOUND: Duration = Duration::from_secs(60);
+
+/// Waits for something about the machine, bounded.
+pub(crate) fn wait_for(what: &str, mut holds: impl FnMut() -> bool) {
+    let end = boottime() + BOUND;
+    while !holds() {
+        assert!(boottime() < end, "never came: {what}");
+        std::thread::park_timeout(Duration::from_millis(5));
+    }
+}
 
 pub(crate) fn program() -> PathBuf {
     std::env::var_os("LIMB_TEST_AGENT").map_or_else(|| env!("CARGO_BIN_EXE_limb-agent").into(), PathBuf::from)

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use limb_agent::link::channels::{ChannelError, ChannelFuture, Channels};
+use limb_common::codec::{Encoding, encode};
 use limb_proto::v1;
 use limb_proto::v1::chunks_server::{Chunks, ChunksServer};
 use tokio::net::TcpListener;
@@ -29,6 +30,9 @@ pub(crate) enum Mood {
     Mute,
     /// One piece too many for each chunk.
     TooMuch,
+    /// Chunks that say to be zstd frames, and are such of far more than was asked for.
+    #[allow(dead_code, reason = "not every test that includes this file lies so")]
+    Bomb,
 }
 
 #[derive(Default)]
@@ -96,13 +100,15 @@ async fn serve(
 ) {
     let mut sent = 0;
     while let Ok(Some(request)) = requests.message().await {
-        state.requests.send_modify(|all| all.push((number, request)));
+        if !matches!(request.what, Some(v1::fetch_request::What::Credit(_))) {
+            state.requests.send_modify(|all| all.push((number, request.clone())));
+        }
         let Some(v1::fetch_request::What::SetChunk(chunk)) = request.what else { continue };
         if mood == Mood::Mute {
             continue;
         }
         let key = (chunk.set, chunk.inode, chunk.index);
-        for piece in answer(&state, key, request.id, mood) {
+        for piece in answer(&state, key, &request, mood) {
             if mood == Mood::CutAfter(sent) {
                 let _gone = send.send(Err(Status::unavailable("cut"))).await;
                 return;
@@ -115,17 +121,23 @@ async fn serve(
     }
 }
 
-fn answer(state: &State, key: Key, id: u64, mood: Mood) -> Vec<v1::FetchPiece> {
+fn answer(state: &State, key: Key, request: &v1::FetchRequest, mood: Mood) -> Vec<v1::FetchPiece> {
+    let id = request.id;
     let failure = state.failures.lock().unwrap().get(&key).cloned();
     let failed = |kind: v1::fetch_failure::Kind, detail: String| {
         let body = v1::fetch_piece::Body::Failure(v1::FetchFailure { kind: kind.into(), detail });
-        vec![v1::FetchPiece { id, last: true, body: Some(body) }]
+        vec![v1::FetchPiece { id, last: true, body: Some(body), ..v1::FetchPiece::default() }]
     };
     if let Some((kind, detail)) = failure {
         return failed(kind, detail);
     }
     let Some(bytes) = state.chunks.get(&key) else {
         return failed(v1::fetch_failure::Kind::NotFound, String::new());
+    };
+    let (encoding, bytes) = match mood {
+        Mood::Bomb => (Encoding::Zstd, zstd::encode_all(&vec![0_u8; 64 << 20][..], 1).unwrap().into()),
+        Mood::Serve | Mood::CutAfter(_) | Mood::Mute | Mood::TooMuch if request.encoded => encode(bytes),
+        Mood::Serve | Mood::CutAfter(_) | Mood::Mute | Mood::TooMuch => (Encoding::Raw, bytes.clone()),
     };
     let mut pieces: Vec<Bytes> = bytes.chunks(256 * 1024).map(Bytes::copy_from_slice).collect();
     if mood == Mood::TooMuch {
@@ -138,7 +150,9 @@ fn answer(state: &State, key: Key, id: u64, mood: Mood) -> Vec<v1::FetchPiece> {
         .map(|(at, data)| v1::FetchPiece {
             id,
             last: at + 1 == count,
+            encoding: v1::ChunkEncoding::from(encoding).into(),
             body: Some(v1::fetch_piece::Body::Data(data)),
+            ..v1::FetchPiece::default()
         })
         .collect()
 }
@@ -147,9 +161,15 @@ fn answer(state: &State, key: Key, id: u64, mood: Mood) -> Vec<v1::FetchPiece> {
 pub(crate) struct FakeChannels {
     address: std::net::SocketAddr,
     refusals: Arc<Mutex<usize>>,
+    /// What a connection is said to have taken.
+    pub(crate) round_trip: Option<Duration>,
 }
 
 impl Channels for FakeChannels {
+    fn round_trip(&self) -> Option<Duration> {
+        self.round_trip
+    }
+
     fn bulk(&self) -> ChannelFuture {
         let (address, refusals) = (self.address, Arc::clone(&self.refusals));
         Box::pin(async move {
@@ -177,5 +197,5 @@ pub(crate) async fn start(state: Arc<State>, refusals: usize) -> (FakeChannels, 
     let task = limb_common::task::spawn("fake home", async move {
         server.await.unwrap();
     });
-    (FakeChannels { address, refusals: Arc::new(Mutex::new(refusals)) }, task)
+    (FakeChannels { address, refusals: Arc::new(Mutex::new(refusals)), round_trip: None }, task)
 }

@@ -3,12 +3,14 @@
 
 use std::collections::HashMap;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use limb_agent::fetch::{Ask, ChunkAddress, ChunkTransport, Priority, TransportError, TransportFuture};
-use limb_common::chunk::{CHUNK_BYTES, Position, value_of};
+use limb_agent::fetch::{
+    Ask, ChunkAddress, ChunkTransport, PartAsk, PartFuture, Priority, TransportError, TransportFuture,
+};
+use limb_common::chunk::{CHUNK_BYTES, Position, group_bytes, group_values, proof, value_of};
 use limb_common::manifest::{Draft, Inode, Manifest, ManifestBuilder, NewNode, NodeMeta, NodeOrder};
 use tokio::sync::watch;
 
@@ -100,6 +102,10 @@ pub(crate) struct MemoryHome {
     pub(crate) stalled: watch::Sender<bool>,
     /// Every ask, in order, with the priority that it had then.
     pub(crate) asked: watch::Sender<Vec<(Inode, u64, Priority)>>,
+    /// What the link is said to hold: much, unless the test says otherwise.
+    pub(crate) bandwidth_delay_bytes: AtomicU64,
+    /// Bytes of parts that were sent.
+    pub(crate) part_bytes: AtomicUsize,
     in_flight: AtomicUsize,
     most_in_flight: AtomicUsize,
 }
@@ -112,6 +118,8 @@ impl MemoryHome {
             delay: Mutex::default(),
             stalled: watch::Sender::new(false),
             asked: watch::Sender::new(Vec::new()),
+            bandwidth_delay_bytes: AtomicU64::new(8 << 20),
+            part_bytes: AtomicUsize::new(0),
             in_flight: AtomicUsize::new(0),
             most_in_flight: AtomicUsize::new(0),
         }
@@ -200,5 +208,31 @@ impl ChunkTransport for Home {
                 Some(Fault::Panic) => panic!("ordered by the test"),
             }
         })
+    }
+
+    fn fetch_part(&self, ask: PartAsk) -> PartFuture {
+        let home = self.clone();
+        Box::pin(async move {
+            let whole = home.chunks.get(&(ask.inode, ask.index)).cloned().ok_or(TransportError::NotFound)?;
+            let mut proof = proof(&group_values(ask.id.position, &whole), &ask.groups);
+            let mut bytes = whole.slice(group_bytes(ask.id.len, &ask.groups));
+            home.part_bytes.fetch_add(bytes.len(), Ordering::SeqCst);
+            match home.next_fault((ask.inode, ask.index)) {
+                None => {}
+                Some(Fault::FlipByte) => {
+                    let mut flipped = bytes.to_vec();
+                    flipped[0] ^= 1;
+                    bytes = flipped.into();
+                }
+                Some(Fault::Short) => drop(proof.pop()),
+                Some(Fault::Fail(error)) => return Err(error),
+                Some(Fault::Panic) => panic!("ordered by the test"),
+            }
+            Ok((bytes, proof))
+        })
+    }
+
+    fn bandwidth_delay_bytes(&self) -> Option<u64> {
+        Some(self.bandwidth_delay_bytes.load(Ordering::SeqCst))
     }
 }

@@ -12,8 +12,10 @@ use std::time::Duration;
 use limb_agent::fetch::{ChunkTransport, FetchError, Fetcher, FetcherLimits};
 use limb_agent::mount::read::{Owner, ReadFs, ReadFsOptions};
 use limb_agent::mount::session::{MountOptions, MountSession};
+use limb_agent::trace::{SetTrace, Shares, replay};
 use limb_common::assignment::SetNumber;
 use limb_common::manifest::{Manifest, NodeOrder};
+use limb_common::trace::Touch;
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 
@@ -33,6 +35,7 @@ pub(crate) struct Mounted {
     pub(crate) order: NodeOrder,
     pub(crate) manifest: Manifest,
     pub(crate) problems: Arc<Mutex<Vec<(PathBuf, FetchError)>>>,
+    pub(crate) trace: Arc<SetTrace>,
     pub(crate) directory: tempfile::TempDir,
     runtime: Option<Runtime>,
 }
@@ -81,6 +84,7 @@ impl Mounted {
         let fetcher = Fetcher::new(transport, limits, runtime.handle().clone(), &stop);
         let problems: Arc<Mutex<Vec<(PathBuf, FetchError)>>> = Arc::default();
         let seen = Arc::clone(&problems);
+        let trace = Arc::new(SetTrace::new(SetNumber(0), manifest.clone(), Arc::default()));
         let fs = ReadFs::new(ReadFsOptions {
             manifest: manifest.clone(),
             set: SetNumber(0),
@@ -89,6 +93,7 @@ impl Mounted {
             on_problem: Arc::new(move |path, error| {
                 seen.lock().unwrap().push((path.to_owned(), error.clone()));
             }),
+            trace: Some(Arc::clone(&trace)),
             stop: stop.clone(),
             runtime: runtime.handle().clone(),
         });
@@ -100,7 +105,20 @@ impl Mounted {
             stop: stop.clone(),
         };
         let session = MountSession::mount(fs, options).unwrap();
-        Self { session, stop, fetcher, home, order, manifest, problems, directory, runtime: Some(runtime) }
+        let runtime = Some(runtime);
+        Self { session, stop, fetcher, home, order, manifest, problems, trace, directory, runtime }
+    }
+
+    /// Reads ahead by a plan; the receiver hears when that has ended.
+    pub(crate) fn read_ahead_by(&self, plan: Vec<Touch>) -> mpsc::Receiver<()> {
+        let (tell, told) = mpsc::channel();
+        let replaying =
+            replay(Arc::clone(&self.trace), plan, Arc::new(self.fetcher.clone()), Shares::default());
+        self.runtime.as_ref().unwrap().spawn(async move {
+            replaying.await;
+            let _gone = tell.send(());
+        });
+        told
     }
 
     pub(crate) fn path(&self, name: impl AsRef<Path>) -> PathBuf {

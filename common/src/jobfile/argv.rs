@@ -26,6 +26,8 @@ pub struct ArgvJob {
     pub max_cost: Option<String>,
     pub stop_duration: Option<String>,
     pub disconnect_grace: Option<String>,
+    /// `on` or `off`.
+    pub trace: Option<String>,
 }
 
 impl ArgvJob {
@@ -68,6 +70,7 @@ impl ArgvJob {
         put(&mut limits, "stop_duration", self.stop_duration.clone().map(Value::from));
         put(&mut limits, "disconnect_grace", self.disconnect_grace.clone().map(Value::from));
         put(&mut file, "limits", section(limits));
+        put(&mut file, "trace", self.trace.clone().map(Value::from));
         Ok(Value::Object(file).to_string())
     }
 }

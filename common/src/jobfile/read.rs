@@ -6,7 +6,7 @@ use super::yaml::{self, Node, Value};
 use super::{Command, JobFile, JobFileError, Limits, Resources, Retry, nearest, paths, sections};
 
 /// Every key of the format, aliases last.
-const KEYS: [&str; 15] = [
+const KEYS: [&str; 16] = [
     "name",
     "workdir",
     "resources",
@@ -19,6 +19,7 @@ const KEYS: [&str; 15] = [
     "run",
     "limits",
     "retry",
+    "trace",
     "notify",
     "commands",
     "accelerators",
@@ -140,6 +141,7 @@ struct DraftJob {
     setup: String,
     limits: Limits,
     retry: Retry,
+    trace: Option<bool>,
 }
 
 pub(super) fn read(text: &str, place: &Place<'_>, argv: Option<Vec<Vec<u8>>>) -> Read<JobFile> {
@@ -147,7 +149,7 @@ pub(super) fn read(text: &str, place: &Place<'_>, argv: Option<Vec<Vec<u8>>>) ->
         file: place.file.to_owned(),
         line: error.line,
         message: format!("not valid YAML: {}", error.message),
-        hint: yaml::unquoted_braces(text, error.line),
+        hint: Some(error.hint),
     })?;
     let mut draft = Draft::default();
     let entries = match &tree.value {
@@ -201,6 +203,7 @@ fn read_key(place: &Place<'_>, draft: &mut Draft, key: &Node, value: &Node) -> R
         }
         "limits" => job.limits = sections::limits(place, value)?,
         "retry" => job.retry = sections::retry(place, value)?,
+        "trace" => job.trace = Some(sections::switch(place, value, "trace")?),
         "notify" => {
             if !place.items(value, name)?.is_empty() {
                 return Err(place.not_built(
@@ -303,6 +306,7 @@ fn finish(place: &Place<'_>, draft: Draft, argv: Option<Vec<Vec<u8>>>) -> Read<J
         command,
         limits: job.limits,
         retry: job.retry,
+        trace: job.trace.unwrap_or(true),
         file: place.file.to_owned(),
     })
 }

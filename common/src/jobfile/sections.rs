@@ -1,4 +1,5 @@
-//! The keys that hold keys: `resources`, `env`, `mounts`, `outputs`, `limits`, `retry`.
+//! The keys that hold keys: `resources`, `env`, `mounts`, `outputs`, `limits`, `retry`; and
+//! values out of a closed list.
 
 use std::time::Duration;
 
@@ -86,6 +87,11 @@ fn one_of<T: Copy>(place: &Place<'_>, value: &Node, key: &str, words: &[(&str, T
             .map_or_else(|| format!("one of {}", known.join(", ")), |near| format!("did you mean `{near}`?"));
         place.hinted(value.line, format!("`{key}` cannot be {text:?}"), hint)
     })
+}
+
+/// `on` or `off`.
+pub(super) fn switch(place: &Place<'_>, value: &Node, key: &str) -> Read<bool> {
+    one_of(place, value, key, &[("on", true), ("off", false)])
 }
 
 pub(super) fn mounts(place: &Place<'_>, value: &Node) -> Read<Vec<(u64, Mount)>> {

@@ -86,8 +86,8 @@ fn unknown_keys_name_line_and_neighbour() {
     insta::assert_snapshot!(error("run: a\n\nmount: {}\n"), @"job.yaml:3: unknown key `mount`; hint: did you mean `mounts`?");
     insta::assert_snapshot!(error("run: a\nlimits:\n  max_duraton: 5m\n"), @"job.yaml:3: unknown key `max_duraton` in `limits`; hint: did you mean `max_duration`?");
     insta::assert_snapshot!(error("run: a\nmounts:\n  /d:\n    src: x\n"), @"job.yaml:4: unknown key `src` in `mounts./d`; hint: known here: source, class, links");
-    insta::assert_snapshot!(error("run: a\nzebra: 1\n"), @"job.yaml:2: unknown key `zebra`; hint: known here: name, workdir, resources, image, env, secrets, mounts, outputs, setup, run, limits, retry, notify, commands, accelerators");
-    insta::assert_snapshot!(error("run: a\n? [x]\n: 1\n"), @"job.yaml:2: unknown key `a list`; hint: known here: name, workdir, resources, image, env, secrets, mounts, outputs, setup, run, limits, retry, notify, commands, accelerators");
+    insta::assert_snapshot!(error("run: a\nzebra: 1\n"), @"job.yaml:2: unknown key `zebra`; hint: known here: name, workdir, resources, image, env, secrets, mounts, outputs, setup, run, limits, retry, trace, notify, commands, accelerators");
+    insta::assert_snapshot!(error("run: a\n? [x]\n: 1\n"), @"job.yaml:2: unknown key `a list`; hint: known here: name, workdir, resources, image, env, secrets, mounts, outputs, setup, run, limits, retry, trace, notify, commands, accelerators");
 }
 
 #[test]
@@ -139,10 +139,37 @@ fn destinations_know_three_words() {
 
 #[test]
 fn broken_yaml_names_its_line() {
-    let text = error("run: a\nenv: {A: 1\nname: [x\n");
-    assert!(text.starts_with("job.yaml:") && text.contains("not valid YAML"), "{text}");
-    let twice = error("run: a\nname: x\nname: y\n");
-    assert!(twice.starts_with("job.yaml:3: not valid YAML: duplicate"), "{twice}");
+    for (text, said) in [
+        ("run: a\nenv: {A: 1\nname: [x\n", "not closed"),
+        ("run: a\nenv: [x\n", "`{` or `[` was opened and is not closed"),
+        ("run: a\nenv: x]\nfoo: ]\n", "closes what was not opened"),
+        ("run: \"a\nname: x\n", "a quote was opened and is not closed"),
+        ("run: 'a' b\n", "behind the closing quote"),
+        ("run: \"a\\qb\"\n", "means nothing in double quotes"),
+        ("run: a\nname: x\nname: y\n", "the key `name` is there twice"),
+        ("run: a\nlimits:\n\tmax_cost: 1\n", "a tab indents this line"),
+        ("run: echo a: b\n", "a second `: ` stands in this line"),
+        ("run: a\nname: @x\n", "a value cannot begin with `@`"),
+        ("run: a\nname: `x\n", "a value cannot begin with ``"),
+        ("run: a\nname: *x\n", "`*`"),
+        ("run: a\nname: !!foo x\n", "`!`"),
+        ("run: a\n---\nrun: b\n", "a second document begins here"),
+        ("run: a\nname\n", "does not fit"),
+        ("run: a\n  name: x\n", "does not fit"),
+        ("run: |\n  a\n b\nname: x\n", "not valid YAML: "),
+        ("- a\nrun: b\n", "not valid YAML: "),
+    ] {
+        let told = error(text);
+        assert!(told.contains(said), "{text:?}: {told}");
+        assert!(told.starts_with("job.yaml:") && told.contains("; hint: "), "{text:?}: {told}");
+        for theirs in
+            ["block", "scalar", "flow", "token", "node", "parser", "error:", "expected ", "simple key"]
+        {
+            assert!(!told.contains(theirs), "{text:?}: {told}");
+        }
+        let line = told.split(':').nth(1).and_then(|line| line.parse::<usize>().ok());
+        assert!(line.is_some_and(|line| line <= text.lines().count() + 1), "{told}");
+    }
     insta::assert_snapshot!(error("- a\n"), @"job.yaml:1: a job file is a mapping of keys like `run:`, not a list");
     insta::assert_snapshot!(error(""), @"job.yaml: there is no `run:`; hint: say what to run, like `run: python train.py`");
     insta::assert_snapshot!(error("run: ''"), @"job.yaml:1: `run` is empty");
@@ -246,5 +273,15 @@ fn unquoted_braces_in_a_flow_mapping_are_named() {
         assert!(said.ends_with("hint: quote a value that contains braces: \"/x/{name}\""), "{text}: {said}");
     }
     parse("run: a\noutputs: {/out: {dest: \"/x/{name}\"}}\n").unwrap();
-    assert!(!error("run: a\noutputs: {/out: {dest: \"/x/{name}\"}\nenv: [\n").contains("quote"));
+    assert!(!error("run: a\noutputs: {/out: {dest: \"/x/{name}\"}\nenv: [\n").contains("contains braces"));
+}
+
+#[test]
+fn the_access_trace_is_on_unless_the_job_says_off() {
+    let trace = |line: &str| parse(&format!("run: a\n{line}")).map(|job| job.trace);
+    assert_eq!(trace(""), Ok(true));
+    assert_eq!(trace("trace: on\n"), Ok(true));
+    assert_eq!(trace("trace: off\n"), Ok(false));
+    insta::assert_snapshot!(error("run: a\ntrace: of\n"), @"job.yaml:2: `trace` cannot be \"of\"; hint: did you mean `on`?");
+    insta::assert_snapshot!(error("run: a\ntrace: 1\n"), @"job.yaml:2: `trace` cannot be \"1\"; hint: one of on, off");
 }

@@ -38,6 +38,7 @@ impl Value {
 pub(super) struct NotYaml {
     pub(super) line: Option<u64>,
     pub(super) message: String,
+    pub(super) hint: String,
 }
 
 /// Parses one document.
@@ -47,10 +48,8 @@ pub(super) fn parse(text: &str) -> Result<Node, NotYaml> {
         strict_booleans: true,
         reject_unsupported_tags: true,
     };
-    let tree: Typed = serde_saphyr::from_str_with_options(text, options).map_err(|error| NotYaml {
-        line: error.location().map(|at| at.line()).filter(|line| *line > 0),
-        message: without_position(&error.to_string()),
-    })?;
+    let tree: Typed = serde_saphyr::from_str_with_options(text, options)
+        .map_err(|error| super::broken::words(&error, text))?;
     Ok(tree.into_node(text))
 }
 
@@ -84,19 +83,6 @@ fn placeholder_value(word: &str) -> &str {
         value = shorter;
     }
     value
-}
-
-/// The library appends or prepends its own position; ours is `file:line:`.
-fn without_position(message: &str) -> String {
-    let first = message.lines().next().unwrap_or("not valid YAML");
-    let rest = first
-        .strip_prefix("error: ")
-        .unwrap_or(first)
-        .split_once("column ")
-        .filter(|_| first.starts_with("line ") || first.starts_with("error: line "))
-        .and_then(|(_, after)| after.split_once(": "))
-        .map_or(first, |(_, message)| message);
-    rest.split(" at line ").next().unwrap_or(rest).to_owned()
 }
 
 /// What the library makes of a node before numbers are turned back into their text.

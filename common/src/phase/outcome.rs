@@ -140,6 +140,9 @@ impl fmt::Display for JobOutcome {
     }
 }
 
+/// Begins a line about a file that arrived and is missing or changed at the end.
+pub const NO_LONGER_HOME: &str = "no longer home: ";
+
 /// What became of the results.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "data", rename_all = "kebab-case")]
@@ -207,6 +210,8 @@ pub enum LimbExit {
     Stopped = 77,
     /// `limb serve`: another coordinator has this home.
     AlreadyRunning = 78,
+    /// `limb serve`: something that only a person can mend is in the way.
+    CannotStart = 79,
 }
 
 impl LimbExit {
@@ -229,6 +234,7 @@ impl LimbExit {
             Self::NoCoordinator => "no coordinator answers",
             Self::Stopped => "stopped before the job started",
             Self::AlreadyRunning => "another coordinator has this home",
+            Self::CannotStart => "the coordinator cannot start",
         }
     }
 }

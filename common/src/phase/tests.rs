@@ -204,6 +204,7 @@ fn our_codes_do_not_collide_with_what_shells_and_programs_say() {
         LimbExit::NoCoordinator,
         LimbExit::Stopped,
         LimbExit::AlreadyRunning,
+        LimbExit::CannotStart,
     ] {
         assert!((3..126).contains(&exit.code()), "{exit:?}");
     }

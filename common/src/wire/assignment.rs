@@ -41,6 +41,7 @@ impl From<&Assignment> for v1::Assignment {
             stop_grace_ms: ms(assignment.stop_grace),
             disconnect_grace_ms: ms(assignment.disconnect_grace),
             lower_results_set: 0,
+            trace: assignment.trace,
         }
     }
 }
@@ -88,6 +89,7 @@ impl TryFrom<v1::Assignment> for Assignment {
             setup: message.setup,
             command,
             workdir_changes_cap_bytes: message.workdir_changes_cap_bytes,
+            trace: message.trace,
             stop_grace: Duration::from_millis(message.stop_grace_ms),
             disconnect_grace: Duration::from_millis(message.disconnect_grace_ms),
         })
@@ -239,6 +241,7 @@ mod tests {
             setup: "pip".into(),
             command: Command::Argv(vec![b"a".to_vec(), b"".to_vec()]),
             workdir_changes_cap_bytes: 1 << 30,
+            trace: true,
             stop_grace: Duration::from_secs(30),
             disconnect_grace: Duration::from_secs(1200),
         }

@@ -111,6 +111,9 @@ pub(super) struct JobArgs {
     /// How long the box goes on without hearing from home [default: 20m]
     #[arg(long, value_name = "DURATION", requires = "argv")]
     pub(super) disconnect_grace: Option<String>,
+    /// Record which data the job touches first, and read it ahead when the job runs again [default: on]
+    #[arg(long, value_name = "on|off", requires = "argv")]
+    pub(super) trace: Option<String>,
     /// The command, executed without a shell
     #[arg(last = true, value_name = "CMD")]
     pub(super) argv: Vec<OsString>,
@@ -290,7 +293,7 @@ pub(super) struct ServeArgs {
     /// Run it as a child and start it again after a crash
     #[arg(long)]
     pub(super) supervise: bool,
-    /// End the running coordinator; boxes of live runs go on until their leases end
+    /// End the running coordinator, until the next `limb serve` or `limb run`; boxes of live runs go on until their leases end
     #[arg(long, conflicts_with = "supervise")]
     pub(super) stop: bool,
     /// With --stop: even while runs are live

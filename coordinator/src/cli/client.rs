@@ -9,6 +9,7 @@ use tonic::transport::{Channel, Endpoint};
 use tower::service_fn;
 
 use super::talk::{Failure, clean};
+use crate::serve::supervise::Wish;
 use crate::settings::Settings;
 
 pub(super) type Owner = OwnerClient<Channel>;
@@ -20,26 +21,22 @@ const MAX_REPLY_BYTES: usize = 256 * 1024 * 1024;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Start {
     IfNeeded,
-    Never,
+    /// Also one that was stopped on purpose.
+    ForNewWork,
 }
 
 /// A client of the coordinator.
 pub(super) async fn connect(settings: &Settings, start: Start) -> Result<Owner, Failure> {
     match dial(settings).await {
         Ok(owner) => Ok(owner),
-        Err(error) => match start {
-            Start::Never => Err(Failure::new(
-                LimbExit::NoCoordinator,
-                error.context(format!(
-                    "no coordinator answers at {}; hint: `limb run` starts one, and so does `limb serve`",
-                    settings.socket.display()
-                )),
-            )),
-            Start::IfNeeded => {
-                super::serve::ensure_running(settings).await?;
-                dial(settings).await.map_err(|error| Failure::new(LimbExit::NoCoordinator, error))
-            }
-        },
+        Err(_) => {
+            let wish = match start {
+                Start::IfNeeded => Wish::Look,
+                Start::ForNewWork => Wish::Submit,
+            };
+            super::serve::ensure_running(settings, wish).await?;
+            dial(settings).await.map_err(|error| Failure::new(LimbExit::NoCoordinator, error))
+        }
     }
 }
 

@@ -12,7 +12,7 @@ use super::talk::{Failure, print};
 use crate::{env_names, settings};
 
 /// Every code of limb's own, for the reference.
-const EXITS: [LimbExit; 11] = [
+const EXITS: [LimbExit; 12] = [
     LimbExit::Refused,
     LimbExit::NoBox,
     LimbExit::Internal,
@@ -24,6 +24,7 @@ const EXITS: [LimbExit; 11] = [
     LimbExit::NoCoordinator,
     LimbExit::Stopped,
     LimbExit::AlreadyRunning,
+    LimbExit::CannotStart,
 ];
 
 pub(super) fn completions(shell: clap_complete::Shell) -> Result<ExitCode, Failure> {

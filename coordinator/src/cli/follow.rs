@@ -5,8 +5,6 @@
 //! the offset of the next byte is what a new connection starts from.
 
 use std::future::Future;
-use std::io::Write as _;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use limb_common::phase::LimbExit;
@@ -14,10 +12,9 @@ use limb_proto::v1::{Event, EventsRequest, ListRunsRequest, LogChunk, LogsReques
 use tokio::sync::oneshot;
 use tonic::{Status, Streaming};
 
-use super::args::{EventsArgs, LogsArgs};
 use super::client::{self, Owner, Start};
-use super::talk::{Failure, Talk, Wait, clean, print};
-use super::{json, render};
+use super::render;
+use super::talk::{Failure, Talk, Wait, clean};
 use crate::settings::Settings;
 
 /// How often a wait looks at the clock.
@@ -127,17 +124,12 @@ async fn reconnect(
     follower: &mut Follower<'_>,
     interrupts: &mut Interrupts,
 ) -> Result<Owner, Failure> {
-    let began = limb_common::clock::boottime();
     let mut wait = follower.talk.wait("looking for the coordinator");
+    let mut redialled = std::pin::pin!(redial(settings));
     loop {
-        if let Ok(owner) = client::dial(settings).await {
-            return Ok(owner);
-        }
-        if limb_common::clock::boottime().saturating_since(began) > RESTART_GRACE {
-            return client::connect(settings, Start::IfNeeded).await;
-        }
         tokio::select! {
-            () = tokio::time::sleep(REDIAL) => wait.tick(),
+            owner = redialled.as_mut() => return owner,
+            () = tokio::time::sleep(TICK) => wait.tick(),
             () = interrupts.next() => {
                 return Err(Failure::new(
                     LimbExit::NoCoordinator,
@@ -145,6 +137,22 @@ async fn reconnect(
                 ));
             }
         }
+    }
+}
+
+/// The coordinator again: the one that comes back by itself, else one that this client starts,
+/// unless it was stopped on purpose.
+async fn redial(settings: &Settings) -> Result<Owner, Failure> {
+    let began = limb_common::clock::boottime();
+    loop {
+        if let Ok(owner) = client::dial(settings).await {
+            return Ok(owner);
+        }
+        let waited = limb_common::clock::boottime().saturating_since(began);
+        if waited > RESTART_GRACE || crate::serve::stopped::is_remembered(&settings.state_dir) {
+            return client::connect(settings, Start::IfNeeded).await;
+        }
+        tokio::time::sleep(REDIAL).await;
     }
 }
 
@@ -355,47 +363,8 @@ impl Interrupts {
     }
 }
 
-/// `limb logs`.
-pub(super) async fn logs(settings: &Settings, args: &LogsArgs) -> Result<ExitCode, Failure> {
-    let mut owner = client::connect(settings, Start::IfNeeded).await?;
-    let run = client::find_run(&mut owner, &args.run).await?;
-    let request =
-        LogsRequest { run: run.run_id, follow: args.follow, offset: args.offset, attempt: args.attempt };
-    let failed = |status: Status| Failure::status(&status);
-    let mut stream = owner.logs(request).await.map_err(failed)?.into_inner();
-    let mut next_byte: Option<(u32, u64)> = None;
-    while let Some(chunk) = stream.message().await.map_err(failed)? {
-        // Said on stderr, so that stdout stays the job's own bytes.
-        if let Some((attempt, expected)) = next_byte
-            && attempt == chunk.attempt
-            && expected < chunk.offset
-        {
-            let lost = chunk.offset - expected;
-            drop(writeln!(std::io::stderr().lock(), "limb: {lost} bytes of output were dropped here"));
-        }
-        next_byte = Some((chunk.attempt, chunk.offset.saturating_add(chunk.data.len() as u64)));
-        write_all(&mut std::io::stdout().lock(), &chunk.data)?;
-    }
-    Ok(ExitCode::SUCCESS)
-}
-
-/// `limb events`.
-pub(super) async fn events(settings: &Settings, args: &EventsArgs) -> Result<ExitCode, Failure> {
-    let mut owner = client::connect(settings, Start::IfNeeded).await?;
-    let run = client::find_run(&mut owner, &args.run).await?;
-    let request = EventsRequest { run: run.run_id, follow: args.follow, after_seq: 0 };
-    let failed = |status: Status| Failure::status(&status);
-    let mut stream = owner.events(request).await.map_err(failed)?.into_inner();
-    let zone = jiff::tz::TimeZone::system();
-    while let Some(event) = stream.message().await.map_err(failed)? {
-        if args.json {
-            print(&json::event(&event).to_string())?;
-        } else {
-            print(&full_event_line(&event, &zone))?;
-        }
-    }
-    Ok(ExitCode::SUCCESS)
-}
+mod look;
+pub(super) use look::{events, logs};
 
 fn full_event_line(event: &Event, zone: &jiff::tz::TimeZone) -> String {
     let at = render::moment(event.at_unix_ms, zone);

@@ -74,6 +74,7 @@ fn flags(args: &JobArgs) -> ArgvJob {
         max_cost: args.max_cost.clone(),
         stop_duration: args.stop_duration.clone(),
         disconnect_grace: args.disconnect_grace.clone(),
+        trace: args.trace.clone(),
     }
 }
 

@@ -14,7 +14,8 @@ use super::{json, render};
 use crate::settings::{Origin, Settings};
 
 pub(super) async fn ps(settings: &Settings, talk: &Talk, args: &PsArgs) -> Result<ExitCode, Failure> {
-    let mut owner = client::connect(settings, Start::Never).await?;
+    // Runs that are going on need their home: looking at them brings it back.
+    let mut owner = client::connect(settings, Start::IfNeeded).await?;
     let request = ListRunsRequest { all: args.all, run: String::new() };
     let runs = owner.list_runs(request).await.map_err(|status| Failure::status(&status))?.into_inner().runs;
     if args.json {

@@ -5,6 +5,7 @@
 use std::time::Duration;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
+use limb_common::phase::NO_LONGER_HOME;
 use limb_common::units::{Micros, show_bytes, show_duration};
 use limb_proto::v1::{CostRow, Outcome, PlanReply, ReapedBox, ResultFile, RunInfo};
 
@@ -29,7 +30,7 @@ pub(super) fn moment(unix_ms: u64, zone: &jiff::tz::TimeZone) -> String {
     })
 }
 
-fn files(count: u64) -> String {
+pub(super) fn files(count: u64) -> String {
     if count == 1 { "1 file".to_owned() } else { format!("{count} files") }
 }
 
@@ -152,7 +153,10 @@ fn unsaved_lines(outcome: &Outcome) -> Vec<String> {
         .unsaved
         .iter()
         .take(UNSAVED_SHOWN)
-        .map(|name| format!("  not saved: {}", clean(name)))
+        .map(|name| match name.strip_prefix(NO_LONGER_HOME) {
+            Some(_) => format!("  {}", clean(name)),
+            None => format!("  not saved: {}", clean(name)),
+        })
         .collect();
     if outcome.unsaved.len() > UNSAVED_SHOWN {
         lines.push(format!("  not saved: {} more", outcome.unsaved.len() - UNSAVED_SHOWN));

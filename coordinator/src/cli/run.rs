@@ -8,6 +8,7 @@ use std::process::ExitCode;
 
 use limb_common::phase::LimbExit;
 use limb_common::units::show_bytes;
+use limb_proto::v1::plan_progress;
 use limb_proto::v1::submit_progress::Body;
 use limb_proto::v1::{HashProgress, JobSource, Outcome, PlanReply, PlanRequest, RunInfo, SubmitRequest};
 
@@ -33,7 +34,7 @@ pub(super) async fn plan(settings: &Settings, talk: &Talk, args: &PlanArgs) -> R
 
 pub(super) async fn run(settings: &Settings, talk: &Talk, args: &RunArgs) -> Result<ExitCode, Failure> {
     let source = job::source(&args.job)?;
-    let mut owner = client::connect(settings, Start::IfNeeded).await?;
+    let mut owner = client::connect(settings, Start::ForNewWork).await?;
     let plan = ask_plan(&mut owner, talk, source.clone()).await?;
     talk.say(&render::plan(&plan));
     allowed(&plan)?;
@@ -63,10 +64,20 @@ pub(super) async fn run(settings: &Settings, talk: &Talk, args: &RunArgs) -> Res
 
 async fn ask_plan(owner: &mut Owner, talk: &Talk, job: JobSource) -> Result<PlanReply, Failure> {
     let mut wait = talk.wait("looking at the working sets");
+    let failed = |status: tonic::Status| Failure::status(&status);
     let request = owner.plan(PlanRequest { job: Some(job) });
-    let reply = follow::ticking(&mut wait, request).await;
-    drop(wait);
-    Ok(reply.map_err(|status| Failure::status(&status))?.into_inner())
+    let mut progress = follow::ticking(&mut wait, request).await.map_err(failed)?.into_inner();
+    while let Some(message) = follow::ticking(&mut wait, progress.message()).await.map_err(failed)? {
+        match message.body {
+            Some(plan_progress::Body::Hashing(hashing)) => wait.update(&hashing_line(&hashing)),
+            Some(plan_progress::Body::Plan(plan)) => return Ok(plan),
+            None => {}
+        }
+    }
+    Err(Failure::new(
+        LimbExit::NoCoordinator,
+        anyhow::anyhow!("the coordinator hung up before it had a plan; hint: try again"),
+    ))
 }
 
 fn allowed(plan: &PlanReply) -> Result<(), Failure> {
@@ -128,16 +139,20 @@ async fn submit(
     ))
 }
 
-fn hashing_line(hashing: &HashProgress) -> String {
-    let total = match hashing.bytes_total {
-        0 => String::new(),
-        total => format!(" of {}", show_bytes(total)),
-    };
+pub(super) fn hashing_line(hashing: &HashProgress) -> String {
+    if hashing.bytes_total == 0 {
+        return format!(
+            "looking at {}: {} so far",
+            clean(&hashing.source),
+            render::files(hashing.files_done)
+        );
+    }
     format!(
-        "freezing {}: {} files, {}{total}",
+        "freezing {}: {}, {} of {}",
         clean(&hashing.source),
-        hashing.files_done,
-        show_bytes(hashing.bytes_done)
+        render::files(hashing.files_done),
+        show_bytes(hashing.bytes_done),
+        show_bytes(hashing.bytes_total)
     )
 }
 
@@ -185,6 +200,15 @@ mod tests {
         for no in ["", "n\n", "no\n", "y", "x\n"] {
             assert!(!is_yes(no), "{no:?}");
         }
+    }
+
+    #[test]
+    fn a_wait_says_how_far_it_is() {
+        let at = |files_done, bytes_done, bytes_total| {
+            hashing_line(&HashProgress { source: "/d".into(), files_done, bytes_done, bytes_total })
+        };
+        assert_eq!(at(1, 0, 0), "looking at /d: 1 file so far");
+        assert_eq!(at(70, 3 << 20, 9 << 20), "freezing /d: 70 files, 3.2 MB of 9.5 MB");
     }
 
     #[test]

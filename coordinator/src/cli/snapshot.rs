@@ -1,19 +1,19 @@
 //! `limb snapshot create|ls|diff`: frozen working sets, straight from home's store.
 
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use limb_common::class::DataClass;
 use limb_common::id::Digest;
 use limb_common::units::show_bytes;
+use limb_proto::v1::HashProgress;
 use serde_json::{Value, json};
 
 use super::args::SnapshotCommand;
 use super::talk::{Failure, Talk, clean, print, print_json};
-use super::{follow, render};
+use super::{follow, render, run};
 use crate::settings::Settings;
-use crate::snapshot::{LinkPolicy, Snapshot, SnapshotRequest, Snapshots};
+use crate::snapshot::{LinkPolicy, Progress, Snapshot, SnapshotRequest, Snapshots};
 
 /// What of a hash names a snapshot on the screen.
 const SHOWN_DIGITS: usize = 12;
@@ -86,18 +86,22 @@ pub(super) async fn snapshot(
 }
 
 async fn create(talk: &Talk, snapshots: &Snapshots, request: SnapshotRequest) -> Result<Snapshot, Failure> {
-    let done = Arc::new(AtomicU64::new(0));
+    let source = request.source.display().to_string();
+    let done = Arc::new(Mutex::new(Progress::default()));
     let seen = Arc::clone(&done);
     let mut wait = talk.wait("freezing");
     let work = snapshots.create_async(request, move |progress| {
-        seen.store(progress.bytes_done, Ordering::Relaxed);
+        *seen.lock().unwrap_or_else(PoisonError::into_inner) = progress;
     });
     let mut work = std::pin::pin!(work);
     loop {
         tokio::select! {
             made = work.as_mut() => return made.map_err(Failure::refused),
             () = tokio::time::sleep(follow::TICK) => {
-                wait.update(&format!("freezing: {}", show_bytes(done.load(Ordering::Relaxed))));
+                let Progress { files_done, bytes_done, bytes_total } =
+                    *done.lock().unwrap_or_else(PoisonError::into_inner);
+                let source = source.clone();
+                wait.update(&run::hashing_line(&HashProgress { source, files_done, bytes_done, bytes_total }));
             }
         }
     }

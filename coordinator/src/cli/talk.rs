@@ -70,15 +70,15 @@ impl Failure {
         let mut hints: Vec<String> = Vec::new();
         for cause in self.error.chain() {
             let text = cause.to_string();
-            let (part, hint) = match text.split_once("; hint: ") {
-                Some((part, hint)) => (part.to_owned(), Some(hint.to_owned())),
-                None => (text, None),
-            };
+            let mut words = text.split(limb_common::error::HINT).map(str::to_owned);
+            let part = words.next().unwrap_or_default();
             if !parts.last().is_some_and(|last| last.ends_with(&part)) {
                 parts.push(part);
             }
-            if let Some(hint) = hint.filter(|hint| !hints.contains(hint)) {
-                hints.push(hint);
+            for hint in words {
+                if !hints.contains(&hint) {
+                    hints.push(hint);
+                }
             }
         }
         (parts.join(": "), hints)

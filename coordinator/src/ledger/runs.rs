@@ -5,13 +5,15 @@ use std::time::Duration;
 
 use limb_common::assignment::{Command, Durability};
 use limb_common::class::DataClass;
-use limb_common::id::RunId;
+use limb_common::id::{Digest, RunId};
 use limb_common::phase::{Attempt, Event, StopCause};
 use limb_common::units::Micros;
 use rusqlite::{OptionalExtension as _, Row, params};
 use serde::{Deserialize, Serialize};
 
 use super::{Ledger, LedgerError, attempts, corrupt, events, sql, unsql};
+
+const FINGERPRINT_CONTEXT: &str = "limb 2026 fingerprint of a job for access traces";
 
 /// Everything that a run is to do, frozen when it was submitted. Secrets are not in here.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,6 +32,9 @@ pub struct RunSpec {
     pub script: Option<String>,
     pub argv: Vec<Vec<u8>>,
     pub workdir_changes_cap_bytes: u64,
+    /// Runs of earlier releases did not say.
+    #[serde(default)]
+    pub trace: bool,
     pub max_duration_ms: u64,
     pub max_cost_micros: u64,
     pub boot_timeout_ms: u64,
@@ -102,6 +107,20 @@ pub fn durability_word(durability: Durability) -> &'static str {
 }
 
 impl RunSpec {
+    /// What two runs have in common that touch the data mounted at `path` in the same order, as far
+    /// as home can tell: `setup`, the command, the path. Neither the environment nor results.
+    #[must_use]
+    pub fn fingerprint(&self, path: &[u8]) -> Digest {
+        let words = self.argv.iter().map(Vec::as_slice);
+        let script = self.script.iter().map(String::as_bytes);
+        let parts = [path, self.setup.as_bytes(), if self.script.is_some() { b"script" } else { b"argv" }];
+        let mut hasher = blake3::Hasher::new_derive_key(FINGERPRINT_CONTEXT);
+        for part in parts.into_iter().chain(script).chain(words) {
+            hasher.update(&(part.len() as u64).to_le_bytes()).update(part);
+        }
+        Digest(*hasher.finalize().as_bytes())
+    }
+
     #[must_use]
     pub fn price(&self) -> Micros {
         Micros(self.price_micros_per_hour)

@@ -18,6 +18,7 @@ use super::live::parse_digest;
 use super::{Lifecycle, LifecycleError, lock};
 use crate::ledger::{AttemptRow, LowerRow, SetRow, TokenAlarm};
 use crate::rpc::desk::{Answer, BeatVerdict, Desk, DeskError, EnrolmentRequest, OutputHome};
+use crate::snapshot::TraceKey;
 
 /// Most of `stop_duration` between SIGTERM and SIGKILL; see the orders of `ending`.
 const STOP_GRACE: Duration = Duration::from_secs(60);
@@ -65,6 +66,14 @@ impl Desk for FrontDesk {
     fn set(&self, who: &AgentIdentity, set: SetNumber) -> Answer<Digest> {
         let found = self.0.live(who, |live| live.sets.get(&set.0).copied());
         Box::pin(async move { found?.ok_or(DeskError::Refused("no such set")) })
+    }
+
+    fn trace(&self, who: &AgentIdentity, set: SetNumber) -> Answer<Option<TraceKey>> {
+        let found = self.0.live(who, |live| {
+            let manifest = live.sets.get(&set.0).copied().ok_or(DeskError::Refused("no such set"))?;
+            Ok(live.traced.get(&set.0).map(|&job| TraceKey { manifest, job }))
+        });
+        Box::pin(async move { found? })
     }
 
     fn outputs(&self, who: &AgentIdentity) -> Answer<Vec<OutputHome>> {
@@ -226,6 +235,7 @@ impl Lifecycle {
             setup: spec.setup.clone(),
             command: spec.command(),
             workdir_changes_cap_bytes: spec.workdir_changes_cap_bytes,
+            trace: spec.trace,
             stop_grace: (spec.stop_duration() / 2).min(STOP_GRACE),
             disconnect_grace: spec.disconnect_grace(),
         })

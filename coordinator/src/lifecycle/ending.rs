@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use limb_common::assignment::Order;
-use limb_common::phase::{DataOutcome, Event, JobOutcome, StopCause};
+use limb_common::phase::{DataOutcome, Event, JobOutcome, NO_LONGER_HOME, StopCause};
 
 use super::saga::Next;
 use super::{Finished, Lifecycle, LifecycleError};
@@ -91,9 +91,9 @@ impl Lifecycle {
 
 /// Home says what arrived, the box what did not; without its word nothing counts as complete.
 fn outcome(attempt: &AttemptRow, finished: Finished, drained: Option<&serde_json::Value>) -> DataOutcome {
-    let Finished { files, bytes, partial } = finished;
-    if let (Some(JobOutcome::NeverStarted { .. }), 0, true) = (&attempt.state.job, files, partial.is_empty())
-    {
+    let Finished { files, bytes, partial, gone } = finished;
+    let nothing = files == 0 && partial.is_empty() && gone.is_empty();
+    if let (Some(JobOutcome::NeverStarted { .. }), true) = (&attempt.state.job, nothing) {
         return DataOutcome::Nothing;
     }
     let complete = drained.is_some_and(|said| said["complete"] == true);
@@ -106,12 +106,31 @@ fn outcome(attempt: &AttemptRow, finished: Finished, drained: Option<&serde_json
     if drained.is_none() {
         unsaved.push("(the box did not say what it still held)".to_owned());
     }
-    let unsaved = each_once(unsaved, partial);
+    let mut unsaved = each_once(unsaved, partial);
+    unsaved.extend(no_longer_home(&gone, attempt.run.as_str()));
     if complete && unsaved.is_empty() {
         DataOutcome::Home { files, bytes }
     } else {
         DataOutcome::Incomplete { files, bytes, unsaved }
     }
+}
+
+/// Of files that went again, so many are named.
+const GONE_SHOWN: usize = 20;
+
+/// What arrived and is not there as it arrived: said, and what to do.
+fn no_longer_home(gone: &[String], run: &str) -> Vec<String> {
+    if gone.is_empty() {
+        return Vec::new();
+    }
+    let (files, were) =
+        if gone.len() == 1 { ("1 file", "it") } else { (&*format!("{} files", gone.len()), "they") };
+    let said = format!(
+        "{NO_LONGER_HOME}{files} missing or changed since {were} arrived; hint: `limb results verify {run}` names \
+         all; put {were} back, or run again"
+    );
+    let named = gone.iter().take(GONE_SHOWN).map(|path| format!("{NO_LONGER_HOME}{path}"));
+    std::iter::once(said).chain(named).collect()
 }
 
 /// What the box adds to the name of a file that home was told to keep.

@@ -31,6 +31,8 @@ pub struct Live {
     pub(super) serves: bool,
     pub(super) orders: watch::Sender<Order>,
     pub(super) sets: HashMap<u32, Digest>,
+    /// The job's fingerprint for each set whose accesses are traced.
+    pub(super) traced: HashMap<u32, Digest>,
     pub(super) outputs: Vec<OutputHome>,
     /// Since when home waits for the box's last bytes.
     pub(super) ending_since: Option<BootInstant>,
@@ -61,6 +63,7 @@ impl Lifecycle {
             serves: false,
             orders: watch::Sender::new(Order::Run),
             sets: HashMap::new(),
+            traced: traced_of(spec),
             outputs: outputs_of(spec, attempt),
             ending_since: None,
             quarantined_since: None,
@@ -124,6 +127,11 @@ fn sets_of(spec: &RunSpec, lowers: &[LowerRow]) -> HashMap<u32, Digest> {
     let own = spec.mounts.iter().chain(&spec.workdir).map(|set| (set.set, &set.manifest_id));
     let lower = lowers.iter().map(|lower| (lower.set, &lower.manifest_id));
     own.chain(lower).filter_map(|(set, hex)| Some((set, parse_digest(hex)?))).collect()
+}
+
+fn traced_of(spec: &RunSpec) -> HashMap<u32, Digest> {
+    let own = spec.mounts.iter().chain(&spec.workdir).filter(|_| spec.trace);
+    own.map(|set| (set.set, spec.fingerprint(&set.path))).collect()
 }
 
 /// The hex that `Digest` prints.

@@ -20,6 +20,8 @@ pub struct Finished {
     pub bytes: u64,
     /// Files that were cut short, kept beside their names.
     pub partial: Vec<String>,
+    /// Files that arrived and are missing or changed by now.
+    pub gone: Vec<String>,
 }
 
 /// A snapshot of what a lineage left at an output's destination.

@@ -19,8 +19,8 @@ use super::{Lifecycle, LifecycleError};
 use crate::ledger::AttemptRow;
 use crate::provider::{Capabilities, ErrorClass};
 
-/// The longest time between two tries.
-const LONGEST_BACKOFF: Duration = Duration::from_secs(5 * 60);
+/// The longest time between two looks at a box whose provider these settings do not know.
+const NO_PROVIDER_BACKOFF: Duration = Duration::from_secs(5 * 60);
 /// With nothing to do the reconciler still looks this often.
 const IDLE: Duration = Duration::from_secs(5);
 
@@ -114,7 +114,7 @@ impl Lifecycle {
             Ok(provider) => provider,
             Err(problem) => {
                 self.complain(attempt, &mut state, "blocked", &error::chain(&problem)).await;
-                state.due = Some(now + LONGEST_BACKOFF);
+                state.due = Some(now + NO_PROVIDER_BACKOFF);
                 return state.due;
             }
         };
@@ -173,8 +173,10 @@ impl Lifecycle {
         capabilities: &Capabilities,
     ) {
         let now = self.now();
-        let backoff =
-            capabilities.quarantine_interval.saturating_mul(1 << state.failures.min(16)).min(LONGEST_BACKOFF);
+        let backoff = capabilities
+            .quarantine_interval
+            .saturating_mul(1 << state.failures.min(16))
+            .min(capabilities.longest_backoff);
         let Ok(provider) = self.provider(&attempt.provider) else { return };
         let listed = tokio::time::timeout(capabilities.call_timeout, provider.list()).await;
         let Ok(Ok(boxes)) = listed else {

@@ -12,7 +12,7 @@ use limb_common::units::Micros;
 use limb_proto::v1 as proto;
 use tonic::Status;
 
-use super::{OwnerService, internal, refused};
+use super::{OwnerService, dests, internal, refused};
 use crate::ledger::runs::durability_word;
 use crate::ledger::{OutputRow, RunSpec, SetRow};
 use crate::lifecycle::limits::Budget;
@@ -46,19 +46,6 @@ fn invalid(problem: impl std::fmt::Display) -> Status {
     Status::invalid_argument(problem.to_string())
 }
 
-/// Is one of these below the other (or the same place), links in what exists of them followed?
-fn meets(one: &Path, other: &Path) -> bool {
-    let real = |path: &Path| {
-        path.ancestors().find_map(|exists| {
-            let rest = path.strip_prefix(exists).ok()?;
-            exists.canonicalize().ok().map(|real| real.join(rest))
-        })
-    };
-    let (one, other) =
-        (real(one).unwrap_or_else(|| one.to_owned()), real(other).unwrap_or_else(|| other.to_owned()));
-    one.starts_with(&other) || other.starts_with(&one)
-}
-
 impl OwnerService {
     pub(super) async fn draft(&self, source: proto::JobSource) -> Result<Draft, Status> {
         let base = Path::new(&source.base_dir);
@@ -72,17 +59,7 @@ impl OwnerService {
         let pairs = |pairs: &[proto::EnvPair]| -> BTreeMap<String, String> {
             pairs.iter().map(|pair| (pair.name.clone(), pair.value.clone())).collect()
         };
-        for output in &job.outputs {
-            let dest = output.dest.render(&job.name, "{run}", 1);
-            if meets(&dest, &self.settings.state_dir) {
-                return Err(invalid(format!(
-                    "results may not land at {}: limb keeps its own ledger and keys in {}; hint: choose \
-                     another `dest`",
-                    dest.display(),
-                    self.settings.state_dir.display()
-                )));
-            }
-        }
+        self.check_dests(&job).await?;
         let bound = job.bind(&pairs(&source.env), &pairs(&source.secrets)).map_err(invalid)?;
         let provider = self.choose_provider(&source.provider, &job)?;
         let offers =
@@ -97,6 +74,20 @@ impl OwnerService {
         })?;
         let verdict = verdict(job.class(), &*provider);
         Ok(Draft { job, bound, provider, offer, verdict })
+    }
+
+    /// A place that cannot take the results is refused before a byte of a source is read.
+    async fn check_dests(&self, job: &JobFile) -> Result<(), Status> {
+        let dests: Vec<_> =
+            job.outputs.iter().map(|output| output.dest.render(&job.name, "{run}", 1)).collect();
+        let (places, settings) = (dests.clone(), Arc::clone(&self.settings));
+        let look = move || places.iter().try_for_each(|dest| dests::check(dest, &settings.state_dir));
+        let looked = tokio::task::spawn_blocking(look).await.map_err(|problem| internal(&problem))?;
+        looked.map_err(|problem| invalid(limb_common::error::chain(&problem)))?;
+        for dest in dests {
+            self.data.results().check_free(&dest).await.map_err(|problem| refused(&problem))?;
+        }
+        Ok(())
     }
 
     fn choose_provider(&self, on: &str, job: &JobFile) -> Result<Arc<dyn Provider>, Status> {
@@ -163,7 +154,11 @@ impl OwnerService {
             .map_err(|e| refused(&e))
     }
 
-    pub(super) async fn make_plan(&self, request: proto::PlanRequest) -> Result<proto::PlanReply, Status> {
+    pub(super) async fn make_plan(
+        &self,
+        request: proto::PlanRequest,
+        told: &Told,
+    ) -> Result<proto::PlanReply, Status> {
         let draft = self.draft(request.job.unwrap_or_default()).await?;
         let at_most = budget(&draft).at_most();
         let mut reply = proto::PlanReply {
@@ -199,8 +194,7 @@ impl OwnerService {
         if !draft.provider.capabilities().is_local && self.standing.supervised_by.is_none() {
             reply.warnings.push(UNSUPERVISED.to_owned());
         }
-        let silent: Told = Arc::new(|_, _| {});
-        let frozen = self.freeze(draft, &silent).await?;
+        let frozen = self.freeze(draft, told).await?;
         let points = frozen.draft.job.mounts.iter().map(|mount| mount.path.display().to_string());
         let named = points.zip(&frozen.mounts);
         for (path, set) in frozen.workdir.iter().map(|set| ("workdir".to_owned(), set)).chain(named) {
@@ -291,14 +285,13 @@ impl Frozen {
                 durability: durability_word(output.durability).to_owned(),
             })
             .collect();
-        if self.workdir.is_some() {
-            outputs.push(OutputRow {
-                output: outputs.len().try_into().unwrap_or(u32::MAX),
-                path: Path::new(std::ffi::OsStr::from_bytes(WORKDIR_CHANGES)).to_owned(),
-                dest: changes_home.join("{run}"),
-                durability: durability_word(Durability::None).to_owned(),
-            });
-        }
+        // Also of a job without a workdir: it has an empty one to write into.
+        outputs.push(OutputRow {
+            output: outputs.len().try_into().unwrap_or(u32::MAX),
+            path: Path::new(std::ffi::OsStr::from_bytes(WORKDIR_CHANGES)).to_owned(),
+            dest: changes_home.join("{run}"),
+            durability: durability_word(Durability::None).to_owned(),
+        });
         let retries = |event| job.retry.on_events.contains(&event);
         RunSpec {
             name: job.name.clone(),
@@ -318,6 +311,7 @@ impl Frozen {
             script,
             argv,
             workdir_changes_cap_bytes: limb_common::jobfile::WORKDIR_CHANGES_CAP_BYTES,
+            trace: job.trace,
             max_duration_ms: millis(job.limits.max_duration),
             max_cost_micros: job.limits.max_cost.0,
             boot_timeout_ms: millis(job.limits.boot_timeout),

@@ -2,12 +2,13 @@
 //! file that a rented one gets.
 //!
 //! Each box has a directory `<root>/<id>/` with `instance.json` (written before the process is
-//! started, so that a crash in between leaves a box that is listed), `settings.json`, `agent.log`
-//! and `private/` (the agent's own). The box exists as long as its directory does; it runs as
-//! long as a process carries the settings file's path in its arguments. The process is in its own
-//! session and outlives the coordinator.
+//! started, so that a crash in between leaves a box that is listed), `settings.json`, `agent.log`,
+//! `life` and `private/` (the agent's own). The box exists as long as its directory does; it runs
+//! as long as a process holds a lock on `life`. The process is in its own session and outlives
+//! the coordinator.
 //!
-//! Never: end a process that is not the box's, remove anything through a mount.
+//! Never: end a process that is not the box's, look at anybody else's, remove anything through a
+//! mount.
 
 mod clean;
 mod process;
@@ -17,7 +18,8 @@ mod tests;
 use std::collections::BTreeMap;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::process::Child;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use limb_common::boot::HostKind;
@@ -47,6 +49,8 @@ struct Shared {
     agent: PathBuf,
     hide: Vec<PathBuf>,
     capabilities: Capabilities,
+    /// Agents that this process started: they are its children, and wait to be collected.
+    children: Mutex<Vec<Child>>,
 }
 
 /// What `instance.json` keeps.
@@ -61,15 +65,19 @@ impl Local {
     /// `root`: where the boxes live (made 0700); `agent`: the `limb-agent` binary.
     #[must_use]
     pub fn new(root: PathBuf, agent: PathBuf) -> Self {
-        Self { shared: Arc::new(Shared { root, agent, hide: Vec::new(), capabilities: capabilities() }) }
+        Self::with(root, agent, Vec::new())
+    }
+
+    fn with(root: PathBuf, agent: PathBuf, hide: Vec<PathBuf>) -> Self {
+        let (capabilities, children) = (capabilities(), Mutex::default());
+        Self { shared: Arc::new(Shared { root, agent, hide, capabilities, children }) }
     }
 
     /// Jobs do not see these directories: home's state, with its keys, secrets and ledger.
     #[must_use]
     pub fn hiding(self, hide: Vec<PathBuf>) -> Self {
         let Shared { root, agent, .. } = &*self.shared;
-        let (root, agent) = (root.clone(), agent.clone());
-        Self { shared: Arc::new(Shared { root, agent, hide, capabilities: capabilities() }) }
+        Self::with(root.clone(), agent.clone(), hide)
     }
 
     /// The agent binary: `LIMB_AGENT` or a setting where given, else beside this program.
@@ -106,6 +114,8 @@ fn capabilities() -> Capabilities {
         create_timeout: Duration::from_secs(10),
         call_timeout: Duration::from_secs(30),
         destroy_allowance: Duration::from_secs(10),
+        // A try costs nothing here, and the owner may be waiting for it.
+        longest_backoff: Duration::from_secs(5),
         ..Capabilities::cloud()
     }
 }
@@ -191,13 +201,16 @@ impl Shared {
         let started = write_json(&dir.join("instance.json"), &record)
             .and_then(|()| std::fs::DirBuilder::new().mode(0o700).create(&private))
             .and_then(|()| write_json(&settings, &boot))
-            .and_then(|()| process::start(&self.agent, &settings, &dir.join("agent.log")));
-        if let Err(error) = started {
+            .and_then(|()| process::start(&self.agent, &settings, &dir));
+        match started {
+            Ok(child) => self.children.lock().unwrap_or_else(PoisonError::into_inner).push(child),
             // Nothing ran, so that the answer is certain once the directory is gone.
-            return Err(match std::fs::remove_dir_all(&dir) {
-                Ok(()) => refused("start the agent")(error),
-                Err(_) => failed(ErrorClass::Ambiguous, "could not start the agent").because(error),
-            });
+            Err(error) => {
+                return Err(match std::fs::remove_dir_all(&dir) {
+                    Ok(()) => refused("start the agent")(error),
+                    Err(_) => failed(ErrorClass::Ambiguous, "could not start the agent").because(error),
+                });
+            }
         }
         Ok(record.instance(id, InstanceState::Running))
     }
@@ -210,18 +223,23 @@ impl Shared {
                 return Err(failed(ErrorClass::Retry, "could not list the boxes").because(error));
             }
         };
-        let processes = process::Table::read()
-            .map_err(|error| failed(ErrorClass::Retry, "could not list processes").because(error))?;
+        self.collect_children();
         let mut boxes = Vec::new();
         for entry in entries {
             let entry = entry
                 .map_err(|error| failed(ErrorClass::Retry, "could not list the boxes").because(error))?;
             let dir = entry.path();
             let (Ok(name), true) = (entry.file_name().into_string(), dir.is_dir()) else { continue };
-            let state = if processes.agents(&dir.join("settings.json")).is_empty() {
-                InstanceState::Stopped
-            } else {
-                InstanceState::Running
+            let state = match process::lives(&dir) {
+                Ok(true) => InstanceState::Running,
+                Ok(false) => InstanceState::Stopped,
+                Err(error) => {
+                    return Err(failed(
+                        ErrorClass::Retry,
+                        format!("could not tell whether box {name} lives"),
+                    )
+                    .because(error));
+                }
             };
             // A directory whose record was cut short by a crash is a box all the same: its name
             // is the intent's.
@@ -234,6 +252,12 @@ impl Shared {
         Ok(boxes)
     }
 
+    /// Their locks went when they ended; this takes their entries out of the process table.
+    fn collect_children(&self) {
+        let mut children = self.children.lock().unwrap_or_else(PoisonError::into_inner);
+        children.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
+    }
+
     fn terminate(&self, id: &InstanceId) -> Result<(), ProviderError> {
         if id.as_str().is_empty() || id.as_str().contains(['/', '\0']) || id.as_str().starts_with('.') {
             return Err(failed(ErrorClass::Refused, format!("{id} is not the name of a box")));
@@ -242,8 +266,9 @@ impl Shared {
         if !dir.exists() {
             return Ok(());
         }
-        process::end(&dir, TERM_GRACE, KILL_GRACE)
+        let _sealed = process::end(&dir, TERM_GRACE, KILL_GRACE)
             .map_err(|error| failed(ErrorClass::Retry, format!("box {id} does not end")).because(error))?;
+        self.collect_children();
         clean::remove(&dir).map_err(|error| {
             failed(ErrorClass::Retry, format!("could not remove what box {id} left")).because(error)
         })

@@ -55,6 +55,10 @@ enum Act {
     Touch(u8),
     /// Created, written and unlinked before it was closed.
     Vanish(usize),
+    /// Grows, gets a second name, loses the first in between or not, grows on.
+    GrowLinked(u8, u8, bool, usize),
+    /// A new file at a name; the other names of what stood there follow, as the box does it.
+    Rewrite(u8, usize),
 }
 
 fn name(number: u8) -> String {
@@ -77,6 +81,24 @@ fn act() -> impl Strategy<Value = Act> {
         1 => Just(Act::MoveDirectory),
         1 => name.prop_map(Act::Touch),
         1 => (1..300_usize).prop_map(Act::Vanish),
+    ]
+}
+
+/// Few names, and whatever can be done to a file with several.
+fn tangle() -> impl Strategy<Value = Act> {
+    let (name, size) = (0..3_u8, 0..300_usize);
+    prop_oneof![
+        2 => (name.clone(), size.clone()).prop_map(|(n, s)| Act::Write(n, s)),
+        1 => (name.clone(), size.clone()).prop_map(|(n, s)| Act::Snapshot(n, s)),
+        4 => (name.clone(), name.clone()).prop_map(|(a, b)| Act::Rename(a, b)),
+        3 => name.clone().prop_map(Act::Remove),
+        6 => (name.clone(), name.clone()).prop_map(|(a, b)| Act::Link(a, b)),
+        1 => name.clone().prop_map(Act::Symlink),
+        1 => name.clone().prop_map(Act::Edit),
+        2 => name.clone().prop_map(Act::Touch),
+        2 => (name.clone(), name.clone(), any::<bool>(), size.clone())
+            .prop_map(|(a, b, gone, s)| Act::GrowLinked(a, b, gone, s)),
+        2 => (name, size).prop_map(|(n, s)| Act::Rewrite(n, s)),
     ]
 }
 
@@ -236,6 +258,43 @@ impl Script {
                     self.entry(Op::AttributesSet { path: path.into(), mode: Some(0o640), mtime_ns });
                 }
             }
+            Act::GrowLinked(number, other, loses, size) => {
+                let (path, other, content) = (name(*number), name(*other), bytes(*size + 3, seed));
+                if self.model.contains_key(&other) || path == other {
+                    return;
+                }
+                self.growing.insert(content.clone());
+                self.create(&path);
+                self.send(1, &content[..1]);
+                self.publish(&path, &content[..1], PublishKind::Grown);
+                self.entry(Op::HardLinkMade { existing: path.clone().into(), path: other.clone().into() });
+                if *loses {
+                    self.model.remove(&path);
+                    self.entry(Op::Removed { path: path.clone().into(), directory: false });
+                }
+                let shown = if *loses { &other } else { &path };
+                for (generation, end) in [(2, 2), (3, content.len())] {
+                    self.send(generation, &content[..end]);
+                    self.publish(shown, &content[..end], PublishKind::Grown);
+                }
+                self.publish(shown, &content, PublishKind::Final);
+                self.model.insert(other, (content, self.file));
+            }
+            Act::Rewrite(number, size) => {
+                let (path, content) = (name(*number), bytes(*size, seed));
+                let old = self.model.get(&path).map_or(0, |(_, file)| *file);
+                self.create(&path);
+                self.send(1, &content);
+                self.publish(&path, &content, PublishKind::Final);
+                let others: Vec<_> =
+                    self.model.iter().filter(|(_, (_, file))| old != 0 && *file == old).collect();
+                for other in others.into_iter().map(|(other, _)| other.clone()).collect::<Vec<_>>() {
+                    self.entry(Op::Removed { path: other.clone().into(), directory: false });
+                    let op = Op::HardLinkMade { existing: path.clone().into(), path: other.clone().into() };
+                    self.entry(op);
+                    self.model.insert(other, (content.clone(), self.file));
+                }
+            }
             Act::Vanish(size) => {
                 self.create("gone");
                 self.send(1, &bytes(*size, seed));
@@ -380,6 +439,50 @@ proptest! {
         group in 1..12_usize,
     ) {
         run_all(&acts, group, 7);
+    }
+}
+
+/// How many tangles: `LIMB_TEST_LONG` makes it a few minutes.
+fn tangles() -> u32 {
+    if std::env::var_os("LIMB_TEST_LONG").is_some() { 400 } else { 12 }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: tangles(), max_shrink_iters: 400, ..ProptestConfig::default() })]
+    #[test]
+    fn any_tangle_of_links_survives_a_stop_before_every_step(
+        acts in prop::collection::vec(tangle(), 2..12),
+        group in prop_oneof![1..6_usize, Just(100)],
+    ) {
+        run_all(&acts, group, 1);
+    }
+}
+
+/// A batch is done again from its start: a link, a move or a removal must still know that it was
+/// done when later effects of the batch changed its names again.
+#[test]
+fn names_that_come_back_survive_a_stop() {
+    use Act::*;
+    let cases: &[&[Act]] = &[
+        &[Snapshot(1, 0), Link(1, 0), Symlink(2), Snapshot(0, 1)],
+        &[Write(0, 9), Link(0, 1), Rename(1, 2)],
+        &[Write(0, 9), Link(0, 1), Remove(1), Write(1, 5)],
+        &[Write(0, 9), Write(1, 8), Link(0, 2), Rename(1, 2)],
+        // Removed again, the file would be gone for good.
+        &[Write(0, 9), Link(0, 1), Remove(0), Link(1, 0), Remove(1)],
+        &[Write(0, 9), Link(0, 1), Remove(0), Rename(1, 0)],
+        &[Write(0, 9), Rename(0, 1), Rename(1, 0), Write(1, 5)],
+        &[Write(0, 9), Rename(0, 1), Link(1, 0), Touch(0), Write(1, 5), Write(0, 6)],
+        &[Write(0, 9), Link(0, 1), Touch(0), Write(0, 5), Write(1, 6)],
+        &[GrowLinked(0, 1, false, 20), Write(0, 5), Write(1, 6)],
+        &[GrowLinked(0, 1, true, 20), Link(1, 0), Write(1, 6)],
+        &[Write(0, 9), Link(0, 1), Link(0, 2), Rewrite(1, 30), Rewrite(2, 3)],
+    ];
+    for case in cases {
+        let acts: Vec<_> = [Directory(0)].iter().chain(*case).cloned().collect();
+        for group in [5, 100] {
+            run_all(&acts, group, 1);
+        }
     }
 }
 

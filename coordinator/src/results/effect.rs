@@ -6,6 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::disk::{Ident, Kind};
+use super::writer::lacks_room;
 
 /// An effect and where it belongs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -150,6 +151,12 @@ pub(super) enum Where {
 impl Effect {
     pub(super) fn refused(errno: nix::errno::Errno, detail: impl Into<String>) -> Self {
         Self::Refused { errno: errno as i32, detail: detail.into() }
+    }
+
+    /// The errno of a refusal for want of room.
+    pub(super) fn lacks_room(&self) -> Option<nix::errno::Errno> {
+        let Self::Refused { errno, .. } = self else { return None };
+        Some(nix::errno::Errno::from_raw(*errno)).filter(|errno| lacks_room(*errno))
     }
 
     pub(super) fn written(&self) -> Option<&Written> {

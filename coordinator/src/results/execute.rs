@@ -59,22 +59,38 @@ impl Owned {
 pub(super) struct Overlay {
     id: AttemptId,
     names: HashMap<(u32, Vec<u8>), Option<Owned>>,
+    /// What the batch makes of files, whichever of their names it went by: a size (`None`: as it
+    /// was) and an mtime.
+    states: HashMap<Ident, Vec<(Option<u64>, i64)>>,
 }
 
 impl Overlay {
     pub(super) fn new(id: &AttemptId) -> Self {
-        Self { id: id.clone(), names: HashMap::new() }
+        Self { id: id.clone(), names: HashMap::new(), states: HashMap::new() }
     }
 
     pub(super) fn put(&mut self, output: u32, path: &[u8], owned: Option<Owned>) {
         self.names.insert((output, path.to_vec()), owned);
     }
 
-    /// A file has this mtime now, under all its names.
-    pub(super) fn touched(&mut self, ident: Ident, mtime_ns: i64) {
+    /// A file gets this mtime (and size), under all its names; now, or in the life before.
+    pub(super) fn changes(&mut self, ident: Ident, size: Option<u64>, mtime_ns: i64) {
+        self.states.entry(ident).or_default().push((size, mtime_ns));
         for owned in self.names.values_mut().flatten().filter(|owned| owned.ident == ident) {
             owned.mtime_ns = mtime_ns;
+            owned.size = size.unwrap_or(owned.size);
         }
+    }
+
+    /// Is what stands there still what limb put there?
+    fn is_ours(&self, owned: &Owned, seen: &Seen) -> bool {
+        let states = self.states.get(&seen.ident).map_or(&[][..], Vec::as_slice);
+        let changed = |(size, mtime_ns): &(Option<u64>, i64)| Owned {
+            size: size.unwrap_or(owned.size),
+            mtime_ns: *mtime_ns,
+            ..*owned
+        };
+        owned.matches(seen) || states.iter().any(|state| changed(state).matches(seen))
     }
 
     /// As far as this batch knows.
@@ -160,6 +176,7 @@ impl Executor<'_> {
                 self.place(output, source, (path, what, *after), *keeps_xattrs)
             }
             Effect::Settle { path, what, after } => {
+                self.overlay.changes(what.ident, Some(what.size), what.mtime_ns);
                 self.overlay.put(output.number, path, Some(Owned::after(what, *after)));
                 Ok(())
             }
@@ -222,6 +239,12 @@ impl Executor<'_> {
             self.disk.remove_directory(output.limb.as_fd(), source)?;
             return Ok(());
         }
+        if look(&parent, parsed.name())?.is_some_and(|seen| seen.ident == what.ident) {
+            // A part that lost one of its names and has another; rename(2) would leave both.
+            self.disk.unlink(output.limb.as_fd(), source)?;
+            self.overlay.put(output.number, path, Some(Owned::after(what, after)));
+            return Ok(());
+        }
         let over = self.make_room(output, &parent, &parsed, false, after.file())?;
         if keeps_xattrs && over == Over::Replace && what.kind == Kind::File {
             self.hand_on_xattrs((parent.as_fd(), &parsed), (output.limb.as_fd(), source))?;
@@ -267,7 +290,7 @@ impl Executor<'_> {
     ) -> Result<Over, Refused> {
         let Some(seen) = look(parent, path.name())? else { return Ok(Over::Keep) };
         let owned = self.overlay.get(self.database, output, path.as_bytes())?;
-        let ours = owned.is_some_and(|owned| owned.matches(&seen));
+        let ours = owned.is_some_and(|owned| self.overlay.is_ours(&owned, &seen));
         if ours && no_replace {
             return Err(Errno::EEXIST.into());
         }
@@ -315,6 +338,7 @@ impl Executor<'_> {
         from: u64,
         (path, what, after): (&[u8], &Written, After),
     ) -> Done {
+        self.overlay.changes(what.ident, Some(what.size), what.mtime_ns);
         let Some((parent, parsed, visible)) = self.open_own(output, path, what.ident)? else { return Ok(()) };
         let source = open_in(&output.limb, part, OFlag::O_RDONLY)?;
         self.disk.copy(&source, &visible, from, what.size)?;
@@ -362,10 +386,6 @@ impl Executor<'_> {
         if let (Some((parent, path)), Some(seen)) = (source, seen) {
             let (target, to_path) = self.parent(output, to, true)?;
             let there = look(&target, to_path.name())?;
-            if there.is_some_and(|there| there.ident == ident) {
-                // Two names of one file: rename(2) leaves both.
-                return Ok(());
-            }
             let over = if seen.kind == Kind::Directory {
                 match there {
                     Some(there) if there.kind != Kind::Directory => return Err(Errno::ENOTDIR.into()),
@@ -377,6 +397,10 @@ impl Executor<'_> {
                 self.make_room(output, &target, &to_path, no_replace, None)?
             };
             self.disk.rename((parent.as_fd(), path.name()), (target.as_fd(), to_path.name()), over)?;
+            if over == Over::Replace && there.is_some_and(|there| there.ident == ident) {
+                // rename(2) leaves both names of one file.
+                self.disk.unlink(parent.as_fd(), path.name())?;
+            }
         }
         self.overlay.put(output.number, from, None);
         self.overlay.put(output.number, to, owned);
@@ -388,7 +412,8 @@ impl Executor<'_> {
             Err(Refused::Because(Errno::ENOENT, _)) => return Ok(()),
             other => other?,
         };
-        if look(&parent, parsed.name())?.is_some_and(|seen| seen.ident == ident) {
+        let there = look(&parent, parsed.name())?;
+        if there.is_some_and(|seen| seen.ident == ident && (seen.kind == Kind::Directory) == directory) {
             if directory {
                 self.disk.remove_directory(parent.as_fd(), parsed.name())?;
             } else {
@@ -428,6 +453,9 @@ impl Executor<'_> {
         mode: Option<u32>,
         mtime_ns: Option<i64>,
     ) -> Done {
+        if let Some(mtime_ns) = mtime_ns {
+            self.overlay.changes(ident, None, mtime_ns);
+        }
         let Some((parent, parsed, file)) = self.open_own(output, path, ident)? else { return Ok(()) };
         let directory = file.metadata().map_err(DiskError::from)?.is_dir();
         if let Some(mode) = mode {
@@ -436,12 +464,7 @@ impl Executor<'_> {
         if let Some(mtime_ns) = mtime_ns {
             self.disk.set_mtime(parent.as_fd(), parsed.name(), mtime_ns)?;
         }
-        self.disk.sync(&file)?;
-        if let (Some(mtime_ns), Some(owned)) = (mtime_ns, self.overlay.get(self.database, output, path)?) {
-            self.overlay.put(output.number, path, Some(owned));
-            self.overlay.touched(ident, mtime_ns);
-        }
-        Ok(())
+        Ok(self.disk.sync(&file)?)
     }
 
     fn partial(&mut self, output: &Output, source: &Where, path: &[u8], ident: Ident) -> Done {

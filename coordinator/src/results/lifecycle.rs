@@ -1,7 +1,8 @@
 //! Around the journal: who may write where, the beginning and end of an attempt, and what a
 //! coordinator does with results when it starts.
 
-use std::os::fd::AsFd as _;
+use std::collections::HashMap;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Path, PathBuf};
 
@@ -11,10 +12,12 @@ use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use rusqlite::params;
 
-use super::disk::{DiskError, look, open_in, open_root};
+use super::disk::{DiskError, look, open_beneath, open_in, open_root};
 use super::effect::{Effect, Intent};
+use super::execute::Owned;
+use super::names::ResultPath;
 use super::part::root_of;
-use super::table::{self, OutputRow};
+use super::table::{self, Name, OutputRow};
 use super::writer::{LIMB_DIRECTORY, Writer};
 use super::{AttemptId, Inner, ResultsError, ResultsHome};
 
@@ -32,11 +35,13 @@ pub struct OutputBegin {
 /// What an attempt left.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Finished {
-    /// Published by this attempt and standing.
+    /// Published by this attempt and standing as they were (by identity, size and mtime).
     pub files: u64,
     pub bytes: u64,
     /// Unfinished files, kept as NAME.partial: full paths, lossy.
     pub partials: Vec<String>,
+    /// Published by this attempt, and missing or changed by now: full paths, lossy.
+    pub gone: Vec<String>,
 }
 
 impl ResultsHome {
@@ -50,12 +55,9 @@ impl ResultsHome {
         self.blocking(move |inner| {
             let key = make_dest(&dest)?;
             inner.database.write_blocking(move |db| {
-                let overlaps = |other: &[u8]| {
-                    let (other, mine) = (bytes_path(other), bytes_path(&key));
-                    other.starts_with(&mine) || mine.starts_with(&other)
-                };
-                let other =
-                    table::locks(db)?.into_iter().find(|(other, by)| by != run.as_str() && overlaps(other));
+                let other = table::locks(db)?
+                    .into_iter()
+                    .find(|(other, by)| by != run.as_str() && overlaps(other, &key));
                 if let Some((_, by)) = other {
                     return Err(ResultsError::Locked { dest, by });
                 }
@@ -65,6 +67,27 @@ impl ResultsHome {
                 )?;
                 Ok(())
             })
+        })
+        .await
+    }
+
+    /// Asks whether any run holds this directory, or one above or below it, and makes nothing.
+    ///
+    /// # Errors
+    /// [`ResultsError::Locked`] names the run.
+    pub async fn check_free(&self, dest: &Path) -> Result<(), ResultsError> {
+        let dest = dest.to_owned();
+        self.blocking(move |inner| {
+            let real = dest.ancestors().find_map(|there| {
+                let real = std::fs::canonicalize(there).ok()?;
+                Some(real.join(dest.strip_prefix(there).ok()?))
+            });
+            let key = real.unwrap_or_else(|| dest.clone()).into_os_string().into_vec();
+            let locks = inner.database.read_blocking(table::locks)?;
+            match locks.into_iter().find(|(other, _)| overlaps(other, &key)) {
+                Some((_, by)) => Err(ResultsError::Locked { dest, by }),
+                None => Ok(()),
+            }
         })
         .await
     }
@@ -172,14 +195,9 @@ impl ResultsHome {
 impl Inner {
     fn summary(&self, id: &AttemptId) -> Result<Finished, ResultsError> {
         let wanted = id.clone();
-        self.database.read_blocking(move |db| {
+        let (names, mut finished) = self.database.read_blocking(move |db| {
             let mut finished = Finished::default();
-            for (_, name) in table::names_of_run(db, &wanted.run)? {
-                if name.attempt == wanted.attempt.0 && name.what.root.is_some() {
-                    finished.files += 1;
-                    finished.bytes += name.what.size;
-                }
-            }
+            let names = table::names_of_run(db, &wanted.run)?;
             let outputs = table::outputs(db, &wanted)?;
             for (attempt, output, path) in table::partials(db, &wanted.run)? {
                 let home = outputs.iter().find(|row| row.output == output);
@@ -188,9 +206,32 @@ impl Inner {
                     finished.partials.push(String::from_utf8_lossy(&full).into_owned());
                 }
             }
-            Ok(finished)
-        })
+            Ok::<_, ResultsError>((names, finished))
+        })?;
+        let mut roots: HashMap<Vec<u8>, Option<OwnedFd>> = HashMap::new();
+        for (dest, name) in names {
+            if name.attempt != id.attempt.0 || name.what.root.is_none() {
+                continue;
+            }
+            let full = [&dest, &b"/"[..], &name.path].concat();
+            // By its name, not by what was open: the directory itself may be gone.
+            let root = roots.entry(dest).or_insert_with_key(|dest| open_root(&bytes_path(dest)).ok());
+            if root.as_ref().is_some_and(|root| stands(root, &name)) {
+                finished.files += 1;
+                finished.bytes += name.what.size;
+            } else {
+                finished.gone.push(String::from_utf8_lossy(&full).into_owned());
+            }
+        }
+        Ok(finished)
     }
+}
+
+/// Is it still there as it was published? Bytes are not read: `verify` does that.
+fn stands(root: &OwnedFd, name: &Name) -> bool {
+    let Ok(path) = ResultPath::parse(&name.path) else { return false };
+    let seen = open_beneath(root, path.parent()).and_then(|parent| look(&parent, path.name()));
+    seen.ok().flatten().is_some_and(|seen| Owned::from(&name.what).matches(&seen))
 }
 
 impl Writer {
@@ -258,6 +299,12 @@ impl Writer {
             }
         }
     }
+}
+
+/// Is one of these the other, or below it?
+fn overlaps(one: &[u8], other: &[u8]) -> bool {
+    let (one, other) = (bytes_path(one), bytes_path(other));
+    one.starts_with(&other) || other.starts_with(&one)
 }
 
 pub(super) fn bytes_path(bytes: &[u8]) -> PathBuf {

@@ -10,7 +10,7 @@ use nix::fcntl::OFlag;
 
 use super::disk::{Disk, DiskError, look_at_open, open_beneath, open_in, open_root};
 use super::effect::Where;
-use super::lifecycle::bytes_path;
+use super::lifecycle::{bytes_path, make_dest};
 use super::part::{Grown, Part};
 use super::table::{self, FileState, OutputRow};
 use super::writer::{LIMB_DIRECTORY, Output, Writer};
@@ -21,7 +21,12 @@ impl Output {
     fn open(row: OutputRow, disk: &Disk) -> Result<Self, ResultsError> {
         let path = bytes_path(&row.dest);
         let failed = |source| ResultsError::Destination { path: path.clone(), source };
-        let root = open_root(&path).map_err(failed)?;
+        let root = match open_root(&path) {
+            // The owner removed it: what still comes, or is kept, gets a new one.
+            Err(Errno::ENOENT) => open_root(&bytes_path(&make_dest(&path)?)),
+            other => other,
+        }
+        .map_err(failed)?;
         match disk.make_directory(root.as_fd(), LIMB_DIRECTORY, 0o700) {
             Ok(()) => disk.sync(&root)?,
             Err(DiskError::Os(Errno::EEXIST)) => {}

@@ -153,6 +153,55 @@ async fn an_open_file_that_lost_its_name_goes_on() {
     assert_eq!(tree(&bench.dest), [("replaced".to_owned(), b"other".to_vec())].into());
 }
 
+#[tokio::test]
+async fn a_file_with_two_names_is_one_file_however_it_is_written() {
+    use std::os::unix::fs::MetadataExt as _;
+    let mut bench = Bench::new().await;
+    let ino = |bench: &Bench, path: &str| bench.dest.join(path).metadata().unwrap().ino();
+    let link = |from: &str, to: &str| Op::HardLinkMade { existing: from.into(), path: to.into() };
+    // Appended to: the second name grows too, and goes on when the first is gone.
+    let mut items = vec![bench.entry(created(1, "log")), chunk(1, 0, 1, b"one")];
+    items.push(bench.entry(published(1, "log", b"one", PublishKind::Grown)));
+    items.push(bench.entry(link("log", "log.1")));
+    items.push(chunk(1, 0, 2, b"one two"));
+    items.push(bench.entry(published(1, "log", b"one two", PublishKind::Grown)));
+    assert_eq!(bench.feed(items).await.refused, vec![]);
+    assert_eq!((bench.read("log.1"), ino(&bench, "log")), (b"one two".to_vec(), ino(&bench, "log.1")));
+    assert_eq!(bench.home.verify(&bench.id.run).await.unwrap().problems, vec![]);
+    restart(&mut bench).await;
+    let before = ino(&bench, "log.1");
+    let mut items = vec![bench.entry(remove("log")), chunk(1, 0, 3, b"one two three")];
+    items.push(bench.entry(published(1, "log.1", b"one two three", PublishKind::Final)));
+    assert_eq!(bench.feed(items).await.refused, vec![]);
+    assert_eq!((bench.read("log.1"), ino(&bench, "log.1")), (b"one two three".to_vec(), before));
+    // Shown in place (no clones here, and too large to copy): the name that is left is the file.
+    let mut content = vec![7; 65 * CHUNK_BYTES + 3];
+    let mut items = vec![bench.entry(created(2, "a"))];
+    items.extend(chunks(2, 1, &content));
+    items.push(bench.entry(published(2, "a", &content, PublishKind::Snapshot)));
+    items.push(bench.entry(link("a", "b")));
+    items.push(bench.entry(remove("a")));
+    assert_eq!(bench.feed(items).await.refused, vec![]);
+    restart(&mut bench).await;
+    content[0] = 8;
+    let mut items = vec![chunk(2, 0, 2, &content[..CHUNK_BYTES])];
+    items.push(bench.entry(published(2, "b", &content, PublishKind::Final)));
+    items.push(bench.entry(rename("b", "c")));
+    assert_eq!(bench.feed(items).await.refused, vec![]);
+    assert!(bench.read("c") == content);
+    assert_eq!(tree(&bench.dest).into_keys().collect::<Vec<_>>(), ["c", "log.1"]);
+    // Moved over its other name: both stay, and are free for the next files.
+    let items = vec![bench.entry(link("log.1", "again")), bench.entry(rename("log.1", "again"))];
+    assert_eq!(bench.feed(items).await.refused, vec![]);
+    for (file, path) in [(3, "again"), (4, "log.1")] {
+        assert_eq!(bench.put(file, path, b"next").await, 0);
+    }
+    assert_eq!(*bench.events.lock().unwrap(), Vec::<String>::new());
+    assert_eq!(bench.home.verify(&bench.id.run).await.unwrap().problems, vec![]);
+    bench.home.finish(&bench.id).await.unwrap();
+    assert_eq!(bench.home.lower(&bench.dest).await.unwrap().left_out, Vec::<String>::new());
+}
+
 /// Needs to mount a small tmpfs; without the right to, there is nothing to test.
 #[tokio::test]
 async fn pins_never_take_the_room_of_new_results() {

@@ -15,6 +15,7 @@ use super::entry::{Entry, Op, Publication, PublishKind};
 use super::execute::{Overlay, Owned, directory_mode, file_mode};
 use super::names::{ResultPath, target_stays_inside};
 use super::part::{Grown, flatten, value_at};
+use super::redo::Batch;
 use super::writer::{Output, Writer, open_part};
 
 /// Largest file that is copied for a snapshot where there are no clones: 64 MiB is a second on a
@@ -62,6 +63,7 @@ pub(super) fn settle(planned: Planned) -> Result<Effect, ResultsError> {
 pub(super) struct Planner<'a> {
     writer: &'a mut Writer,
     overlay: Overlay,
+    batch: Batch,
     /// What must be on disk before the batch is recorded: (seq, open file).
     unsynced: Vec<(u64, File)>,
 }
@@ -69,7 +71,21 @@ pub(super) struct Planner<'a> {
 impl<'a> Planner<'a> {
     pub(super) fn new(writer: &'a mut Writer) -> Self {
         let overlay = Overlay::new(&writer.id);
-        Self { writer, overlay, unsynced: Vec::new() }
+        Self { writer, overlay, batch: Batch::default(), unsynced: Vec::new() }
+    }
+
+    /// Must this entry wait until those before it are committed?
+    pub(super) fn must_wait(&self, entry: &Entry) -> bool {
+        self.batch.refuses(entry, |path| match self.own(entry.output.0, path) {
+            Ok(owned) => owned.map(|owned| owned.ident),
+            // It will be refused, whenever.
+            Err(_) => None,
+        })
+    }
+
+    /// Takes note of an effect. `true`: nothing may follow in this batch.
+    pub(super) fn ends_batch(&mut self, intent: &Intent) -> bool {
+        self.batch.add(intent.output, &intent.effect)
     }
 
     /// Directories that move or go change what every path below means: such an entry is a batch
@@ -143,6 +159,11 @@ impl<'a> Planner<'a> {
         Ok(())
     }
 
+    /// As [`Writer::drop_pins`].
+    pub(super) fn drop_pins(&mut self, output: u32) -> Result<bool, DiskError> {
+        self.writer.drop_pins(output)
+    }
+
     fn output(&self, number: u32) -> Result<&Output, No> {
         self.writer.outputs.get(&number).ok_or(No::Because(Errno::EINVAL, "no such output"))
     }
@@ -180,7 +201,7 @@ impl<'a> Planner<'a> {
         let same_file = part.intended == wanted.path;
         let ready = Ready { seq, number, wanted, path, file, values: flatten(&values), same_file };
         let (place, grown) = (part.place.clone(), part.grown.clone());
-        if let Some(grown) = grown.filter(|grown| grown.path == wanted.path)
+        if let Some(grown) = grown
             && wanted.kind != PublishKind::Snapshot
             && let Where::Private(part) = &place
             && self.still_a_prefix(&ready, &grown)?
@@ -274,10 +295,11 @@ impl<'a> Planner<'a> {
         Ok(Effect::Grow { part: part.to_vec(), path, from: grown.size, what, after })
     }
 
-    /// Is what is visible limb's own, and the beginning of what is to be visible?
+    /// Is what is visible under this name (which may be another one of it) limb's own, and the
+    /// beginning of what is to be visible?
     fn still_a_prefix(&self, ready: &Ready<'_>, grown: &Grown) -> Result<bool, No> {
         let size = ready.wanted.size;
-        let owned = self.own(ready.number, &grown.path)?;
+        let owned = self.own(ready.number, &ready.wanted.path)?;
         if size < grown.size || owned.is_none_or(|owned| owned.ident != grown.ident) {
             return Ok(false);
         }
@@ -289,7 +311,10 @@ impl<'a> Planner<'a> {
         let from = if tree { whole * CHUNK_BYTES_U64 } else { 0 };
         let len = usize::try_from(grown.size - from).unwrap_or(0);
         let home = self.output(ready.number)?;
-        let Some((parent, path, _)) = home.find(&grown.path)? else { return Ok(false) };
+        let Some((parent, path, seen)) = home.find(&ready.wanted.path)? else { return Ok(false) };
+        if seen.ident != grown.ident {
+            return Ok(false);
+        }
         let visible = open_in(&parent, path.name(), OFlag::O_RDONLY)?;
         let (mut old, mut new) = (vec![0; len], vec![0; len]);
         read_exact(&visible, &mut old, from)?;
@@ -329,7 +354,9 @@ impl<'a> Planner<'a> {
         }
         let owned =
             self.own(number, from)?.ok_or(No::Because(Errno::ENOENT, "limb has no such file at home"))?;
-        if from == to {
+        let two_names_of_one = owned.kind != Kind::Directory
+            && self.own(number, to)?.is_some_and(|there| there.ident == owned.ident);
+        if from == to || two_names_of_one {
             return Ok(Effect::Nothing);
         }
         self.overlay.put(number, from, None);
@@ -421,7 +448,7 @@ impl<'a> Planner<'a> {
         let Some(owned) = self.own(number, path)? else { return Ok(Effect::Nothing) };
         if let Some(mtime_ns) = mtime_ns {
             self.overlay.put(number, path, Some(owned));
-            self.overlay.touched(owned.ident, mtime_ns);
+            self.overlay.changes(owned.ident, None, mtime_ns);
         }
         let mode = mode.map(|mode| mode & 0o777);
         Ok(Effect::Attributes { path: path.to_vec(), ident: owned.ident, mode, mtime_ns })

@@ -4,6 +4,7 @@
 //! Never: commit a name before the file system has it, or forget an intent before the name is
 //! recorded.
 
+mod links;
 mod lower;
 
 use limb_common::id::{AttemptNumber, RunId};
@@ -400,9 +401,12 @@ impl Recorder<'_> {
                 put_file(self.db, self.id, self.output, *file, FileState::Open, path)?;
                 Ok(none)
             }
-            Effect::Place { path, what, after, .. }
-            | Effect::Settle { path, what, after }
-            | Effect::Grow { path, what, after, .. } => self.place(path, what, *after),
+            Effect::Place { path, what, after, .. } => self.place(path, what, *after),
+            Effect::Settle { path, what, after } | Effect::Grow { path, what, after, .. } => {
+                let others = links::change_other_names(self.db, self.id, self.dest, path, what)?;
+                let own = self.place(path, what, *after)?;
+                Ok(Delta { bytes: own.bytes.saturating_add(others), names: own.names })
+            }
             Effect::Rename { from, to, directory, .. } => self.rename(from, to, *directory),
             Effect::Remove { path, .. } => self.forget(path),
             Effect::Link { existing, path, .. } => {

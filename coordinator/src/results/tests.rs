@@ -300,6 +300,38 @@ async fn what_the_owner_put_there_is_kept() {
 }
 
 #[tokio::test]
+async fn what_went_again_by_the_end_is_named() {
+    let mut bench = Bench::new().await;
+    for (file, path) in (1..).zip(["stays", "d/removed", "changed", "moved", "e/stays"]) {
+        assert_eq!(bench.put(file, path, b"result").await, 0);
+    }
+    std::fs::remove_dir_all(bench.dest.join("d")).unwrap();
+    std::fs::write(bench.dest.join("changed"), b"longer than before").unwrap();
+    std::fs::rename(bench.dest.join("moved"), bench.dest.join("elsewhere")).unwrap();
+    let finished = bench.home.finish(&bench.id).await.unwrap();
+    let gone = ["changed", "d/removed", "moved"].map(|name| bench.dest.join(name).display().to_string());
+    assert_eq!((finished.files, finished.bytes, finished.gone), (2, 12, gone.to_vec()));
+}
+
+/// With a file that is still being written, and with a coordinator that starts again on nothing.
+#[tokio::test]
+async fn an_attempt_ends_though_its_destination_is_gone() {
+    for restarted in [false, true] {
+        let mut bench = Bench::new().await;
+        assert_eq!(bench.put(1, "a", b"result").await, 0);
+        let items = vec![bench.entry(created(2, "half")), chunk(2, 0, 1, b"half")];
+        bench.feed(items).await;
+        std::fs::remove_dir_all(&bench.dest).unwrap();
+        if restarted {
+            bench.home = open_home(bench.dir.path(), &bench.events, Arc::new(GoOn));
+            bench.home.recover().await.unwrap();
+        }
+        let finished = bench.home.finish(&bench.id).await.unwrap();
+        assert_eq!((finished.files, finished.gone.len()), (0, 1), "restarted: {restarted}");
+    }
+}
+
+#[tokio::test]
 async fn quotas_refuse_and_the_old_version_stays() {
     let quota = |begin| OutputBegin { quota_bytes: Some(5_000), quota_inodes: Some(2), ..begin };
     let mut bench = Bench::with(fast_dir(), quota).await;

@@ -176,10 +176,13 @@ impl Writer {
         if self.pending.iter().any(|pending| pending.fixes(output.0, file)) {
             self.apply(acks)?;
         }
-        let stored = match self.store(chunk) {
-            Err(DiskError::Os(Errno::ENOSPC)) if self.drop_pins(output.0)? => self.store(chunk),
-            other => other,
-        };
+        let mut stored = self.store(chunk);
+        while let Err(DiskError::Os(errno)) = stored
+            && lacks_room(errno)
+            && self.more_room(output.0, errno, acks)?
+        {
+            stored = self.store(chunk);
+        }
         match stored {
             Ok(Taken::Written) => {
                 self.unsynced.push(chunk.id);
@@ -195,6 +198,16 @@ impl Writer {
             Err(DiskError::Stopped) => return Err(ResultsError::Stopped),
         }
         Ok(())
+    }
+
+    /// What waits may give room: a part that goes, a name that is replaced. The box sent it first
+    /// and counts on it. After that pins are worth less than results. `false`: that was all.
+    fn more_room(&mut self, output: u32, errno: Errno, acks: &mut Acks) -> Result<bool, ResultsError> {
+        if !self.pending.is_empty() {
+            self.apply(acks)?;
+            return Ok(true);
+        }
+        Ok(errno == Errno::ENOSPC && self.drop_pins(output)?)
     }
 
     fn store(&mut self, chunk: &Chunk) -> Result<Taken, DiskError> {
@@ -276,7 +289,12 @@ impl Writer {
                 if *base != super::Base::Nothing {
                     self.apply(acks)?;
                 }
-                let effect = self.create(entry.output.0, *file, path, *base)?;
+                let mut effect = self.create(entry.output.0, *file, path, *base)?;
+                while let Some(errno) = effect.lacks_room()
+                    && self.more_room(entry.output.0, errno, acks)?
+                {
+                    effect = self.create(entry.output.0, *file, path, *base)?;
+                }
                 Pending::Ready(Intent { seq: entry.seq, output: entry.output.0, effect })
             }
             Op::Published(_)
@@ -324,18 +342,34 @@ impl Writer {
                     })
                 }),
             };
-            if (alone || again) && !batch.is_empty() {
+            let waits = match next {
+                Pending::Ready(_) => false,
+                Pending::Entry(entry) => planner.must_wait(entry),
+            };
+            if (alone || again || waits) && !batch.is_empty() {
                 break;
             }
-            match queue.pop_front() {
-                Some(Pending::Ready(intent)) => batch.push(intent),
+            let intent = match queue.pop_front() {
+                Some(Pending::Ready(intent)) => intent,
                 Some(Pending::Entry(entry)) => {
-                    let effect = planner.effect(&entry)?;
-                    batch.push(Intent { seq: entry.seq, output: entry.output.0, effect });
+                    let mut effect = planner.effect(&entry)?;
+                    if let Some(errno) = effect.lacks_room() {
+                        if batch.iter().any(|done| !done.effect.is_quiet()) {
+                            // Those before it may give room once they are done.
+                            queue.push_front(Pending::Entry(entry));
+                            break;
+                        }
+                        if errno == Errno::ENOSPC && planner.drop_pins(entry.output.0)? {
+                            effect = planner.effect(&entry)?;
+                        }
+                    }
+                    Intent { seq: entry.seq, output: entry.output.0, effect }
                 }
                 None => break,
-            }
-            if alone {
+            };
+            let last = planner.ends_batch(&intent);
+            batch.push(intent);
+            if alone || last {
                 break;
             }
         }
@@ -532,6 +566,11 @@ impl Writer {
     pub(super) fn prepared_name(&self, seq: u64) -> Vec<u8> {
         format!("{}{seq}.new", self.prefix()).into_bytes()
     }
+}
+
+/// Would it perhaps be done if something else went?
+pub(super) fn lacks_room(errno: Errno) -> bool {
+    matches!(errno, Errno::ENOSPC | Errno::EDQUOT)
 }
 
 enum Taken {

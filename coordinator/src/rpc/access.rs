@@ -42,6 +42,8 @@ pub const TABLE: &[(&str, Requires)] = &[
     ("/limb.v1.Chunks/Fetch", Requires::Certificate),
     ("/limb.v1.Results/Journal", Requires::Certificate),
     ("/limb.v1.Logs/Append", Requires::Certificate),
+    ("/limb.v1.Traces/Plan", Requires::Certificate),
+    ("/limb.v1.Traces/Record", Requires::Certificate),
 ];
 
 /// What a path needs; `None`: nobody may call it.

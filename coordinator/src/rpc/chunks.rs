@@ -47,8 +47,10 @@ const STALL: Duration = Duration::from_secs(10);
 /// Pieces that wait for the transport: one being sent, one behind it. More would let bulk stand
 /// in front of demand.
 const OUTBOUND_PIECES: usize = 1;
-/// A FetchRequest is a few dozen bytes.
-const MAX_REQUEST_BYTES: usize = 1024;
+/// A FetchRequest is a few dozen bytes, or a pack of 256 inodes.
+const MAX_REQUEST_BYTES: usize = 4096;
+/// Beside a piece's data: its headers and the files of a pack that are missing, with reasons.
+const MISSING_BYTES: usize = 256 * 1024;
 
 /// A chunk of something that this attempt sent home earlier.
 pub trait ResultReader: Send + Sync + 'static {
@@ -87,9 +89,13 @@ pub enum ResultReadError {
     Io(#[from] std::io::Error),
 }
 
-/// Told when a source at home is not what was frozen; once per file and stream. Must not block.
+/// Told what chunks are served, and how. Must not block.
 pub trait SourceEvents: Send + Sync + 'static {
+    /// A source at home is not what was frozen; once per file and stream.
     fn on_source_changed(&self, who: &AgentIdentity, set: SetNumber, path: &[u8]);
+
+    /// An answer that might have been compressed goes out as so many bytes.
+    fn on_encoded(&self, _who: &AgentIdentity, _plain_len: usize, _wire_len: usize) {}
 }
 
 /// The service's implementation. Cheap to clone.
@@ -104,6 +110,7 @@ struct Shared {
     results: Arc<dyn ResultReader>,
     events: Arc<dyn SourceEvents>,
     limits: Limits,
+    compress: bool,
     bulk: Lane,
     demand: Lane,
 }
@@ -113,6 +120,8 @@ struct Lane {
     /// In KiB.
     budget: Arc<Semaphore>,
     reads: Arc<Semaphore>,
+    /// Compressing at once: as many as there are cores.
+    encoders: Arc<Semaphore>,
 }
 
 #[derive(Clone, Copy)]
@@ -153,12 +162,24 @@ impl ChunkService {
         events: Arc<dyn SourceEvents>,
         limits: Limits,
     ) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let lane = |budget: usize| Lane {
             budget: Arc::new(Semaphore::new(budget / 1024)),
             reads: Arc::new(Semaphore::new(READS)),
+            encoders: Arc::new(Semaphore::new(cores)),
         };
         let (bulk, demand) = (lane(limits.bulk_budget_bytes), lane(limits.demand_budget_bytes));
-        Self { shared: Arc::new(Shared { desk, snapshots, results, events, limits, bulk, demand }) }
+        let compress = true;
+        Self { shared: Arc::new(Shared { desk, snapshots, results, events, limits, compress, bulk, demand }) }
+    }
+
+    /// Without compression chunks go as they are, whatever agents ask for.
+    #[must_use]
+    pub fn compressing(mut self, compress: bool) -> Self {
+        if let Some(shared) = Arc::get_mut(&mut self.shared) {
+            shared.compress = compress;
+        }
+        self
     }
 
     /// With the limits that belong to it.
@@ -166,7 +187,7 @@ impl ChunkService {
     pub fn into_server(self) -> ChunksServer<Self> {
         ChunksServer::new(self).max_decoding_message_size(MAX_REQUEST_BYTES).max_encoding_message_size(
             // A piece and its headers.
-            PIECE_BYTES + 1024,
+            PIECE_BYTES + MISSING_BYTES,
         )
     }
 }

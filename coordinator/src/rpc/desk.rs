@@ -15,6 +15,8 @@ use limb_common::identity::AgentIdentity;
 use limb_common::report::Report;
 use tokio::sync::watch;
 
+use crate::snapshot::TraceKey;
+
 #[derive(Debug, thiserror::Error)]
 pub enum DeskError {
     /// Never again, whatever the reason.
@@ -71,5 +73,7 @@ pub trait Desk: Send + Sync + 'static {
     fn report(&self, who: &AgentIdentity, report: Report) -> Answer<()>;
     /// The snapshot (manifest id) that a set number of this attempt stands for.
     fn set(&self, who: &AgentIdentity, set: SetNumber) -> Answer<Digest>;
+    /// What accesses to a set of this attempt are recorded under; `None` where they are not.
+    fn trace(&self, who: &AgentIdentity, set: SetNumber) -> Answer<Option<TraceKey>>;
     fn outputs(&self, who: &AgentIdentity) -> Answer<Vec<OutputHome>>;
 }

@@ -11,6 +11,7 @@ use limb_common::report::Report;
 use tokio::sync::watch;
 
 use super::desk::{Answer, BeatVerdict, Desk, DeskError, EnrolmentRequest, OutputHome};
+use crate::snapshot::TraceKey;
 
 /// Knows a few sets, and whether its agent lives.
 pub(super) struct FakeDesk {
@@ -44,6 +45,12 @@ impl Desk for FakeDesk {
     fn set(&self, _: &AgentIdentity, set: SetNumber) -> Answer<Digest> {
         let found = self.sets.get(&set).copied().ok_or(DeskError::Refused("not yours"));
         Box::pin(async move { found })
+    }
+    /// The job of every set is the same; one of the number 0 is not traced.
+    fn trace(&self, _: &AgentIdentity, set: SetNumber) -> Answer<Option<TraceKey>> {
+        let found = self.sets.get(&set).copied().ok_or(DeskError::Refused("not yours"));
+        let key = move |manifest| (set.0 > 0).then_some(TraceKey { manifest, job: Digest([1; 32]) });
+        Box::pin(async move { found.map(key) })
     }
     fn outputs(&self, _: &AgentIdentity) -> Answer<Vec<OutputHome>> {
         refused()

@@ -2,26 +2,21 @@
 //! the certificate alone.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use futures_util::{FutureExt as _, StreamExt as _};
-use limb_common::identity::AgentIdentity;
-use limb_common::task::Task;
 use limb_proto::v1;
 use limb_proto::v1::logs_server::LogsServer;
-use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::caller;
 use super::desk::Desk;
+use super::worked::{Liveness, Out, Worked, check_live};
 use crate::logs::{LogError, LogFile, Logs};
 
 /// Frames that one fdatasync covers, if they are there already.
 const BATCH_BYTES: usize = 1 << 20;
 /// Acknowledgements that wait for the transport. Each replaces those before it.
 const ACKS: usize = 4;
-const LIVENESS_EVERY: Duration = Duration::from_secs(3);
 
 /// The service's implementation.
 #[derive(Clone)]
@@ -49,65 +44,34 @@ impl LogService {
     }
 }
 
-/// Acknowledgements together with the task that makes them.
-#[derive(Debug)]
-pub struct Acks {
-    acks: ReceiverStream<Result<v1::LogAck, Status>>,
-    _maker: Task<()>,
-}
-
-impl futures_util::Stream for Acks {
-    type Item = Result<v1::LogAck, Status>;
-
-    fn poll_next(
-        mut self: std::pin::Pin<&mut Self>,
-        context: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<Option<Self::Item>> {
-        self.acks.poll_next_unpin(context)
-    }
-}
-
 #[tonic::async_trait]
 impl v1::logs_server::Logs for LogService {
-    type AppendStream = Acks;
+    type AppendStream = Worked<v1::LogAck>;
 
     async fn append(
         &self,
         request: Request<Streaming<v1::LogFrame>>,
     ) -> Result<Response<Self::AppendStream>, Status> {
         let who = caller(&request)?;
-        if !self.desk.is_live(&who) {
-            return Err(Status::permission_denied("this attempt is over"));
-        }
+        check_live(self.desk.as_ref(), &who)?;
         let logs = self.logs.clone();
         let (run, attempt) = (who.run.clone(), who.attempt);
         let log = blocking(move || logs.attempt(&run, attempt)).await?;
-        let (desk, frames) = (Arc::clone(&self.desk), request.into_inner());
-        let (out, acks) = mpsc::channel(ACKS);
-        let maker = limb_common::task::spawn("log", async move {
-            if let Err(status) = take(desk, who, log, frames, &out).await {
-                // The client may have gone, and then nobody needs to know.
-                drop(out.send(Err(status)).await);
-            }
-        });
-        Ok(Response::new(Acks { acks: ReceiverStream::new(acks), _maker: maker }))
+        let (liveness, frames) = (Liveness::new(Arc::clone(&self.desk), who), request.into_inner());
+        Ok(Response::new(Worked::start("log", ACKS, |out| take(liveness, log, frames, out))))
     }
 }
 
 async fn take(
-    desk: Arc<dyn Desk>,
-    who: AgentIdentity,
+    mut liveness: Liveness,
     log: Arc<LogFile>,
     mut frames: Streaming<v1::LogFrame>,
-    out: &mpsc::Sender<Result<v1::LogAck, Status>>,
+    out: Out<v1::LogAck>,
 ) -> Result<(), Status> {
-    let mut liveness = tokio::time::interval(LIVENESS_EVERY);
     loop {
         let first = tokio::select! {
-            _ = liveness.tick() => {
-                if !desk.is_live(&who) {
-                    return Err(Status::permission_denied("this attempt is over"));
-                }
+            live = liveness.look() => {
+                live?;
                 continue;
             }
             frame = frames.next() => match frame {
@@ -174,7 +138,11 @@ mod tests {
     use std::collections::HashMap;
     use std::sync::atomic::Ordering;
 
+    use limb_common::identity::AgentIdentity;
+    use limb_common::task::Task;
     use limb_proto::v1::logs_client::LogsClient;
+    use tokio::sync::mpsc;
+    use tokio_stream::wrappers::ReceiverStream;
     use tonic::service::interceptor::InterceptedService;
     use tonic::transport::{Channel, Server};
 

@@ -12,23 +12,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::BytesMut;
-use futures_util::StreamExt as _;
 use limb_common::assignment::OutputNumber;
 use limb_common::chunk::CHUNK_BYTES;
 use limb_common::clock::{self, BootInstant};
 use limb_common::error::chain;
 use limb_common::id::Digest;
 use limb_common::identity::AgentIdentity;
-use limb_common::task::Task;
 use limb_common::wire::{MAX_MESSAGE_BYTES, PIECE_BYTES};
 use limb_proto::v1;
 use limb_proto::v1::results_server::ResultsServer;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
-use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::caller;
 use super::desk::Desk;
+use super::worked::{self, Liveness, Worked, check_live};
 use crate::results::{
     Acks, AttemptId, Base, Chunk, ChunkName, Entry, Item, Journal, Op, Publication, PublishKind,
     ResultsError, ResultsHome,
@@ -43,7 +41,6 @@ const QUEUE: usize = 1024;
 const ACKS: usize = 16;
 /// A chunk is durable at most this long after it came, if nothing asks sooner.
 const SYNC_EVERY: Duration = Duration::from_millis(100);
-const LIVENESS_EVERY: Duration = Duration::from_secs(3);
 /// An agent that opened a stream says so at once.
 const OPEN_WITHIN: Duration = Duration::from_secs(30);
 /// Notes in one answer: stays far below the message limit.
@@ -76,49 +73,23 @@ impl ResultService {
     }
 }
 
-/// Acknowledgements together with the task that makes them.
-#[derive(Debug)]
-pub struct AckStream {
-    acks: ReceiverStream<Result<v1::JournalAck, Status>>,
-    _worker: Task<()>,
-}
-
-impl futures_util::Stream for AckStream {
-    type Item = Result<v1::JournalAck, Status>;
-
-    fn poll_next(
-        mut self: std::pin::Pin<&mut Self>,
-        context: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<Option<Self::Item>> {
-        self.acks.poll_next_unpin(context)
-    }
-}
-
 #[tonic::async_trait]
 impl v1::results_server::Results for ResultService {
-    type JournalStream = AckStream;
+    type JournalStream = Worked<v1::JournalAck>;
 
     async fn journal(
         &self,
         request: Request<Streaming<v1::JournalFrame>>,
     ) -> Result<Response<Self::JournalStream>, Status> {
         let who = caller(&request)?;
-        if !self.desk.is_live(&who) {
-            return Err(Status::permission_denied("this attempt is over"));
-        }
-        let (out, acks) = mpsc::channel(ACKS);
+        check_live(self.desk.as_ref(), &who)?;
         let (service, frames) = (self.clone(), request.into_inner());
-        let worker = limb_common::task::spawn("results", async move {
-            if let Err(status) = service.serve(who, frames, &out).await {
-                // The client may have gone, and then nobody needs to know.
-                drop(out.send(Err(status)).await);
-            }
-        });
-        Ok(Response::new(AckStream { acks: ReceiverStream::new(acks), _worker: worker }))
+        let work = |out| async move { service.serve(who, frames, &out).await };
+        Ok(Response::new(Worked::start("results", ACKS, work)))
     }
 }
 
-type Out = mpsc::Sender<Result<v1::JournalAck, Status>>;
+type Out = worked::Out<v1::JournalAck>;
 /// An item, and the memory it takes.
 type Held = (Item, Option<OwnedSemaphorePermit>);
 
@@ -135,7 +106,7 @@ impl ResultService {
         match first.and_then(|frame| frame.body) {
             Some(v1::journal_frame::Body::Open(open)) if open.epoch == who.epoch.0 => {}
             Some(v1::journal_frame::Body::Open(_)) => {
-                return Err(Status::permission_denied("this attempt is over"));
+                return Err(worked::over());
             }
             Some(v1::journal_frame::Body::Chunk(_) | v1::journal_frame::Body::Entry(_)) | None => {
                 return Err(Status::invalid_argument("the first frame is not JournalOpen"));
@@ -160,17 +131,15 @@ impl ResultService {
         mut queue: mpsc::Receiver<Held>,
         out: &Out,
     ) -> Result<(), Status> {
-        let mut liveness = tokio::time::interval(LIVENESS_EVERY);
+        let mut liveness = Liveness::new(Arc::clone(&self.desk), who.clone());
         let mut due: Option<BootInstant> = None;
         let mut durable_seq = 0;
         loop {
             let mut held = Vec::with_capacity(QUEUE);
             let wait = due.map_or(SYNC_EVERY, |due| due.saturating_since(clock::boottime()));
             let more = tokio::select! {
-                _ = liveness.tick() => {
-                    if !self.desk.is_live(who) {
-                        return Err(Status::permission_denied("this attempt is over"));
-                    }
+                live = liveness.look() => {
+                    live?;
                     continue;
                 }
                 count = queue.recv_many(&mut held, QUEUE) => count > 0,
@@ -391,9 +360,7 @@ fn status_of(error: &ResultsError) -> Status {
     match error {
         ResultsError::Protocol(what) => Status::invalid_argument(*what),
         ResultsError::Replaced => Status::aborted("another stream of this agent took over"),
-        ResultsError::UnknownAttempt | ResultsError::Ended => {
-            Status::permission_denied("this attempt is over")
-        }
+        ResultsError::UnknownAttempt | ResultsError::Ended => worked::over(),
         ResultsError::Database(_)
         | ResultsError::Record(_)
         | ResultsError::Destination { .. }

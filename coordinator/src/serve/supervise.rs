@@ -3,7 +3,7 @@
 //!
 //! Never: host a run in a command's own process.
 
-use std::os::unix::process::CommandExt as _;
+use std::io::{IsTerminal as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::Duration;
@@ -13,9 +13,12 @@ use limb_common::id::Digest;
 use limb_common::phase::LimbExit;
 use limb_proto::v1::StatusRequest;
 use limb_proto::v1::owner_client::OwnerClient;
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader, Lines};
+use tokio::process::ChildStdout;
 use tonic::transport::Channel;
 
-use super::socket;
+use super::fate::{self, FailedStart};
+use super::{socket, stopped};
 use crate::settings::Settings;
 
 /// A fresh coordinator recovers first; on a slow disk that takes a moment.
@@ -30,9 +33,17 @@ const GOOD_WHILE: Duration = Duration::from_secs(60);
 pub enum EnsureError {
     #[error("could not start a coordinator")]
     Start(#[source] std::io::Error),
+    #[error("the coordinator cannot start: {0}")]
+    Cannot(String),
+    #[error("the coordinator did not come up within {} s, and goes on trying: {reason}", START_LIMIT.as_secs())]
+    Trying { reason: String },
     #[error("the coordinator did not come up within {} s; hint: its log is {}", START_LIMIT.as_secs(), log.display())]
     NotUp { log: PathBuf, source: socket::NotRunning },
-    #[error("could not make {}", path.display())]
+    #[error(
+        "the coordinator was stopped; runs continue when it is started again; hint: `limb serve` starts it"
+    )]
+    Stopped,
+    #[error("could not use {}; hint: check that it is yours and writable, or set `state_dir` to another place", path.display())]
     State { path: PathBuf, source: std::io::Error },
 }
 
@@ -42,23 +53,79 @@ pub fn log_path(settings: &Settings) -> PathBuf {
     settings.state_dir.join("coordinator.log")
 }
 
+/// What a coordinator is wanted for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wish {
+    /// One that was stopped on purpose stays so.
+    Look,
+    /// New work: it is meant to run.
+    Submit,
+}
+
 /// A client of this home's coordinator, which is started first where none answers.
 ///
 /// # Errors
 /// [`EnsureError`].
-pub async fn ensure_running(settings: &Settings) -> Result<OwnerClient<Channel>, EnsureError> {
+pub async fn ensure_running(settings: &Settings, wish: Wish) -> Result<OwnerClient<Channel>, EnsureError> {
     if let Ok(client) = answering(&settings.socket).await {
         return Ok(client);
     }
-    start(settings)?;
+    match wish {
+        Wish::Look if stopped::is_remembered(&settings.state_dir) => return Err(EnsureError::Stopped),
+        Wish::Look | Wish::Submit => {}
+    }
+    let mut told = start(settings)?;
     let deadline = clock::boottime() + START_LIMIT;
+    let mut latest: Option<FailedStart> = None;
     loop {
         match answering(&settings.socket).await {
             Ok(client) => return Ok(client),
             Err(source) if clock::boottime() >= deadline => {
-                return Err(EnsureError::NotUp { log: log_path(settings), source });
+                return Err(match latest {
+                    Some(failed) => EnsureError::Trying { reason: failed.message() },
+                    None => EnsureError::NotUp { log: log_path(settings), source },
+                });
             }
-            Err(_) => tokio::time::sleep(POLL).await,
+            Err(_) => {
+                if let Some(failed) = told.next_within(POLL).await {
+                    if failed.permanent {
+                        return Err(EnsureError::Cannot(failed.message()));
+                    }
+                    latest = Some(failed);
+                }
+            }
+        }
+    }
+}
+
+/// What the one who was started says of its failures.
+enum Told {
+    /// A supervisor of ours writes lines.
+    Lines(Option<Lines<BufReader<ChildStdout>>>),
+    /// A unit leaves a file.
+    File(PathBuf),
+}
+
+impl Told {
+    async fn next_within(&mut self, limit: Duration) -> Option<FailedStart> {
+        match self {
+            Self::Lines(Some(lines)) => match tokio::time::timeout(limit, lines.next_line()).await {
+                Ok(Ok(Some(line))) => FailedStart::of_line(&line),
+                // It has ended: somebody else's coordinator may be about to answer.
+                Ok(Ok(None) | Err(_)) => {
+                    *self = Self::Lines(None);
+                    None
+                }
+                Err(_) => None,
+            },
+            Self::Lines(None) => {
+                tokio::time::sleep(limit).await;
+                None
+            }
+            Self::File(path) => {
+                tokio::time::sleep(limit).await;
+                FailedStart::of_line(&std::fs::read_to_string(path).ok()?)
+            }
         }
     }
 }
@@ -73,13 +140,18 @@ async fn answering(path: &Path) -> Result<OwnerClient<Channel>, socket::NotRunni
     }
 }
 
-fn start(settings: &Settings) -> Result<(), EnsureError> {
+fn start(settings: &Settings) -> Result<Told, EnsureError> {
     use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
     let state = |source| EnsureError::State { path: settings.state_dir.clone(), source };
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&settings.state_dir).map_err(state)?;
     let program = std::env::current_exe().map_err(EnsureError::Start)?;
-    if systemd_runs_for_the_user() && start_unit(settings, &program) {
-        return Ok(());
+    if systemd_runs_for_the_user() {
+        let failure = fate::failure_file(&settings.state_dir);
+        // An older reason is not this one's.
+        drop(std::fs::remove_file(&failure));
+        if start_unit(settings, &program) {
+            return Ok(Told::File(failure));
+        }
     }
     let log = std::fs::OpenOptions::new()
         .append(true)
@@ -87,20 +159,21 @@ fn start(settings: &Settings) -> Result<(), EnsureError> {
         .mode(0o600)
         .open(log_path(settings))
         .map_err(state)?;
-    let mut command = Command::new(program);
+    let mut command = tokio::process::Command::new(program);
     command
         .args(["serve", "--supervise"])
         .args(settings.as_flags())
         .current_dir("/")
         .stdin(Stdio::null())
-        .stdout(log.try_clone().map_err(EnsureError::Start)?)
+        .stdout(Stdio::piped())
         .stderr(log);
     // SAFETY: setsid is async-signal-safe and touches no memory of ours. Without a terminal of
     // its own the coordinator is not reached by the command's ctrl-C or hangup.
     unsafe {
         command.pre_exec(|| nix::unistd::setsid().map(drop).map_err(std::io::Error::from));
     }
-    command.spawn().map(drop).map_err(EnsureError::Start)
+    let mut supervisor = command.spawn().map_err(EnsureError::Start)?;
+    Ok(Told::Lines(supervisor.stdout.take().map(|out| BufReader::new(out).lines())))
 }
 
 fn systemd_runs_for_the_user() -> bool {
@@ -115,6 +188,7 @@ fn start_unit(settings: &Settings, program: &Path) -> bool {
     Command::new("systemd-run")
         .args(["--user", "--quiet", "--collect", "--unit", &format!("limb-{}", &name[..12])])
         .args(["-p", "Restart=on-failure", "-p", "RestartSec=1", "-p", "StartLimitIntervalSec=0"])
+        .args(["-p", &format!("RestartPreventExitStatus={}", LimbExit::CannotStart.code())])
         .args(["-p", "KillMode=process", "--"])
         .arg(program)
         .args(["serve", "--supervised-by", "systemd", "--idle-exit"])
@@ -126,12 +200,21 @@ fn start_unit(settings: &Settings, program: &Path) -> bool {
         .is_ok_and(|status| status.success())
 }
 
+/// Why a supervisor gives up.
+#[derive(Debug, thiserror::Error)]
+pub enum SuperviseError {
+    #[error("the coordinator's program could not be started")]
+    Start(#[from] std::io::Error),
+    #[error("{0}")]
+    Cannot(String),
+}
+
 /// `limb serve --supervise`: runs the coordinator as a child, again and again, until it ends
-/// cleanly. SIGTERM is passed on.
+/// cleanly or cannot start for a reason that stays. SIGTERM is passed on.
 ///
 /// # Errors
-/// The child cannot be started at all.
-pub async fn supervise(settings: &Settings) -> std::io::Result<()> {
+/// [`SuperviseError`].
+pub async fn supervise(settings: &Settings) -> Result<(), SuperviseError> {
     use tokio::signal::unix::{SignalKind, signal};
     let program = std::env::current_exe()?;
     let mut term = signal(SignalKind::terminate())?;
@@ -142,6 +225,7 @@ pub async fn supervise(settings: &Settings) -> std::io::Result<()> {
             .args(["serve", "--supervised-by", "process", "--idle-exit"])
             .args(settings.as_flags())
             .stdin(Stdio::null())
+            .stdout(Stdio::piped())
             .spawn()?;
         let status: ExitStatus = tokio::select! {
             status = child.wait() => status?,
@@ -158,6 +242,14 @@ pub async fn supervise(settings: &Settings) -> std::io::Result<()> {
         if status.success() || status.code() == Some(LimbExit::AlreadyRunning.code()) {
             return Ok(());
         }
+        let failed = what_it_said(&mut child).await;
+        if let Some(failed) = &failed {
+            pass_on(failed);
+        }
+        if status.code() == Some(LimbExit::CannotStart.code()) {
+            let unsaid = || "the coordinator cannot start; hint: its log says why".to_owned();
+            return Err(SuperviseError::Cannot(failed.map_or_else(unsaid, |failed| failed.message())));
+        }
         if clock::boottime().saturating_since(began) >= GOOD_WHILE {
             backoff = FIRST_BACKOFF;
         }
@@ -167,5 +259,26 @@ pub async fn supervise(settings: &Settings) -> std::io::Result<()> {
             _ = term.recv() => return Ok(()),
         }
         backoff = (backoff * 2).min(LONGEST_BACKOFF);
+    }
+}
+
+/// More than any chain of errors.
+const LONGEST_REASON_BYTES: u64 = 64 * 1024;
+/// A process that the coordinator was just starting may hold its output open for a moment.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+async fn what_it_said(child: &mut tokio::process::Child) -> Option<FailedStart> {
+    let mut said = String::new();
+    let mut out = child.stdout.take()?.take(LONGEST_REASON_BYTES);
+    // A line is whole or it is none.
+    drop(tokio::time::timeout(LAST_WORDS, out.read_to_string(&mut said)).await);
+    said.lines().find_map(FailedStart::of_line)
+}
+
+/// To the command that started this supervisor, if it still listens. A person reads the log.
+fn pass_on(failed: &FailedStart) {
+    let mut stdout = std::io::stdout().lock();
+    if !stdout.is_terminal() {
+        drop(writeln!(stdout, "{}", failed.to_line()).and_then(|()| stdout.flush()));
     }
 }

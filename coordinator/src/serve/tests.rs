@@ -144,7 +144,13 @@ async fn a_plan_says_what_would_happen_and_starts_nothing() {
     std::fs::write(running.dir.path().join("data/a"), "abc").unwrap();
     let yaml = "name: p\nmounts: {/data: data}\noutputs: {/out: {dest: 'out/{run}'}}\nrun: 'true'\n";
     let request = proto::PlanRequest { job: Some(running.job(yaml)) };
-    let plan = owner.plan(request).await.unwrap().into_inner();
+    let mut said = owner.plan(request).await.unwrap().into_inner();
+    let plan = loop {
+        match said.message().await.unwrap().unwrap().body.unwrap() {
+            proto::plan_progress::Body::Hashing(hashing) => assert!(hashing.source.ends_with("data")),
+            proto::plan_progress::Body::Plan(plan) => break plan,
+        }
+    };
     assert!(plan.allowed);
     assert_eq!((plan.sets[0].files, plan.sets[0].bytes, plan.at_most_micros), (1, 3, 0));
     assert_eq!(plan.outputs.len(), 1);

@@ -1,8 +1,9 @@
 //! Where the parts meet: snapshots, results and logs behind what the lifecycle, the agents' port
 //! and the owner ask of them.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use limb_common::assignment::SetNumber;
 use limb_common::class::DataClass;
@@ -10,6 +11,7 @@ use limb_common::error;
 use limb_common::id::{AttemptNumber, RunId};
 use limb_common::identity::AgentIdentity;
 use limb_common::task::{self, Task};
+use limb_common::units::show_bytes;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -29,6 +31,7 @@ use crate::rpc::desk::{Desk, OutputHome};
 use crate::rpc::logs::LogService;
 use crate::rpc::results::ResultService;
 use crate::rpc::server::{self, ServeError as AgentsError};
+use crate::rpc::traces::TraceService;
 use crate::settings::Settings;
 use crate::snapshot::{FileIdentity, Registration, Snapshots};
 
@@ -47,7 +50,16 @@ pub struct Data {
     logs: Logs,
     notes: mpsc::Sender<Note>,
     state_dir: Arc<std::path::Path>,
+    compress: bool,
+    sent: Arc<Mutex<HashMap<(RunId, AttemptNumber), Sent>>>,
     _noting: Arc<Task<()>>,
+}
+
+/// What an attempt was sent that might have been compressed.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sent {
+    plain_bytes: u64,
+    wire_bytes: u64,
 }
 
 /// Something that a run's events should say.
@@ -93,6 +105,8 @@ impl Data {
             logs: Logs::with_quota(&settings.state_dir, settings.log_quota_bytes),
             notes,
             state_dir: settings.state_dir.as_path().into(),
+            compress: settings.compress,
+            sent: Arc::default(),
             _noting: Arc::new(noting),
         })
     }
@@ -131,9 +145,11 @@ impl Data {
             self.snapshots.clone(),
             Arc::new(self.results.clone()),
             Arc::new(self.clone()),
-        );
+        )
+        .compressing(self.compress);
         let routes = Routes::new(chunks.into_server())
             .add_service(ResultService::new(Arc::clone(&desk), self.results.clone()).into_server())
+            .add_service(TraceService::new(Arc::clone(&desk), self.snapshots.clone()).into_server())
             .add_service(LogService::new(Arc::clone(&desk), self.logs.clone()).into_server());
         server::serve(listener, ca, desk, routes, stop)
     }
@@ -168,9 +184,10 @@ impl Outputs for Data {
             if this.logs.exists(&run, attempt) {
                 this.logs.attempt(&run, attempt)?.close()?;
             }
+            this.say_what_compression_saved(&run, attempt);
             let id = AttemptId { run, attempt };
-            let results::Finished { files, bytes, partials } = this.results.finish(&id).await?;
-            Ok(Finished { files, bytes, partial: partials })
+            let results::Finished { files, bytes, partials, gone } = this.results.finish(&id).await?;
+            Ok(Finished { files, bytes, partial: partials, gone })
         })
     }
 
@@ -246,7 +263,30 @@ impl Data {
     }
 }
 
+impl Data {
+    fn say_what_compression_saved(&self, run: &RunId, attempt: AttemptNumber) {
+        let mut all = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(Sent { plain_bytes, wire_bytes }) = all.remove(&(run.clone(), attempt)) else { return };
+        drop(all);
+        if wire_bytes < plain_bytes {
+            let text = format!(
+                "{} of what the job read were sent as {}",
+                show_bytes(plain_bytes),
+                show_bytes(wire_bytes)
+            );
+            say(&self.notes, Note { run: run.clone(), attempt, kind: "compressed", text });
+        }
+    }
+}
+
 impl SourceEvents for Data {
+    fn on_encoded(&self, who: &AgentIdentity, plain_len: usize, wire_len: usize) {
+        let mut all = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
+        let sent = all.entry((who.run.clone(), who.attempt)).or_default();
+        sent.plain_bytes += plain_len as u64;
+        sent.wire_bytes += wire_len as u64;
+    }
+
     fn on_source_changed(&self, who: &AgentIdentity, set: SetNumber, path: &[u8]) {
         let text = format!(
             "{} (set {}) is not the file that was frozen: the job gets EIO for what is not read yet",

@@ -28,7 +28,7 @@ fn origin<'a>(settings: &'a Settings, key: &str) -> &'a Origin {
 #[test]
 fn flag_beats_environment_beats_file_beats_default() {
     let dir = home_with(
-        "# mine\nlisten = \"127.0.0.1:7000\"\nprovider = \"a\"\nlog = \"a\"\nlog_quota = 4096\nidle_exit = \"never\"\n",
+        "# mine\nlisten = \"127.0.0.1:7000\"\nprovider = \"a\"\nlog = \"a\"\nlog_quota = 4096\nidle_exit = \"never\"\ncompress = \"off\"\n",
     );
     let env = [("LIMB_PROVIDER", "b"), ("LIMB_LOG", "b"), ("LIMB_AGENT", "")];
     let settings = Settings::load(&sources(dir.path(), &["log=x", "log=c"], &env)).unwrap();
@@ -39,6 +39,7 @@ fn flag_beats_environment_beats_file_beats_default() {
     assert!(matches!(origin(&settings, "listen"), Origin::File { line: 2, .. }));
     assert_eq!(settings.log_quota_bytes, 4096);
     assert_eq!(settings.idle_exit, None);
+    assert!(!settings.compress);
     assert_eq!(
         (settings.agent.as_path(), origin(&settings, "agent")),
         (Path::new("/opt/limb/limb-agent"), &Origin::Default)
@@ -65,6 +66,7 @@ fn what_is_not_known_is_an_error_with_its_place() {
     insta::assert_snapshot!(error("", &["agent"]), @r#"--set "agent": not a setting; hint: write it like --set provider=local"#);
     insta::assert_snapshot!(error("", &["agent=x"]), @r#"`agent` (from --set): "x" is not an absolute path"#);
     insta::assert_snapshot!(error("", &["idle_exit=5"]), @r#"`idle_exit` (from --set): "5" is not a duration; hint: write it like 90s, 2m, 6h or 1h30m"#);
+    insta::assert_snapshot!(error("", &["compress=yes"]), @r#"`compress` (from --set): "yes" is neither `on` nor `off`"#);
     let broken = error("log = \n", &[]);
     assert!(broken.starts_with("/config/limb/limb.toml:1: not valid TOML: "), "{broken}");
 }

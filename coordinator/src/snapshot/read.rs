@@ -1,13 +1,20 @@
 //! Reading frozen bytes back. The hash is the judge: a file whose times changed but whose bytes
 //! did not is still served, one whose bytes changed never is, whatever its times say.
 
+use std::collections::HashMap;
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use limb_common::chunk::{CHUNK_BYTES_U64, ChunkId, VerifiedChunk};
+use bytes::{Bytes, BytesMut};
+use limb_common::chunk::{
+    CHUNK_BYTES_U64, ChunkId, VerifiedChunk, group_bytes, group_count, group_values, proof,
+};
+use limb_common::id::Digest;
 use limb_common::manifest::{ChunkRef, Inode, Manifest, NodeKind, ROOT};
+use limb_common::wire::MAX_PACK_BYTES;
 use nix::fcntl::OFlag;
 
 use super::index::Index;
@@ -28,9 +35,33 @@ pub enum ReadError {
     Io { path: Vec<u8>, source: std::io::Error },
 }
 
+/// Several small files as one answer.
+#[derive(Debug)]
+pub struct Pack {
+    /// Of the files that could be read, in the order asked.
+    pub bytes: Bytes,
+    /// The others, by their place in what was asked.
+    pub missing: Vec<(usize, ReadError)>,
+}
+
+/// A run of groups of a chunk.
+#[derive(Debug)]
+pub struct Part {
+    pub bytes: Bytes,
+    /// 32 bytes a value, left to right.
+    pub proof: Bytes,
+}
+
+/// Chunks whose group values are remembered (2 KiB each), so that a part costs a read and a hash of
+/// its own length and not of the whole chunk.
+const MAX_OUTLINES: usize = 16_384;
+
+type Outlines = HashMap<(Inode, u64), Arc<[Digest]>>;
+
 /// A snapshot open for reading.
 #[derive(Debug)]
 pub struct LoadedSnapshot {
+    outlines: Mutex<Outlines>,
     manifest: Manifest,
     table: SourceTable,
     store: Store,
@@ -50,7 +81,7 @@ impl LoadedSnapshot {
         store: Store,
         index: Arc<Mutex<Index>>,
     ) -> Self {
-        Self { manifest, table, store, index }
+        Self { outlines: Mutex::default(), manifest, table, store, index }
     }
 
     #[must_use]
@@ -92,6 +123,81 @@ impl LoadedSnapshot {
         }
     }
 
+    /// A run of groups of a chunk, with its proof. Blocks on the disk.
+    ///
+    /// # Errors
+    /// [`ReadError`]; never other bytes.
+    pub fn read_part(&self, inode: Inode, index: u64, groups: &Range<usize>) -> Result<Part, ReadError> {
+        let node = self.manifest.node(inode).ok_or(ReadError::NotFound)?;
+        let Some(ChunkRef::Data(id)) = node.chunk(index) else { return Err(ReadError::NotFound) };
+        if groups.is_empty() || groups.end > group_count(id.len) {
+            return Err(ReadError::NotFound);
+        }
+        let range = group_bytes(id.len, groups);
+        let known = lock(&self.outlines).get(&(inode, index)).cloned();
+        if let Some(values) = known
+            && let Some(bytes) = self.read_known(inode, index, id, &values, groups)
+        {
+            return Ok(Part { bytes, proof: wire_proof(&values, groups) });
+        }
+        // The first of this chunk; or its file is not what it was, and this says how.
+        let chunk = self.read_chunk(inode, index)?;
+        let values: Arc<[Digest]> = group_values(id.position, chunk.bytes()).into();
+        let proof = wire_proof(&values, groups);
+        let mut outlines = lock(&self.outlines);
+        if outlines.len() >= MAX_OUTLINES {
+            outlines.clear();
+        }
+        outlines.insert((inode, index), values);
+        Ok(Part { bytes: chunk.bytes().slice(range), proof })
+    }
+
+    /// The groups, if they have the values that they had.
+    fn read_known(
+        &self,
+        inode: Inode,
+        index: u64,
+        id: ChunkId,
+        values: &[Digest],
+        groups: &Range<usize>,
+    ) -> Option<Bytes> {
+        let path = match self.table.get(inode) {
+            Source::Nothing => return None,
+            Source::Store(content) => self.store.path(content),
+            Source::InPlace { path, .. } => path,
+        };
+        let file = File::from(open_path(&path, OFlag::O_RDONLY | OFlag::O_NONBLOCK).ok()?);
+        if !file.metadata().ok()?.is_file() {
+            return None;
+        }
+        let range = group_bytes(id.len, groups);
+        let mut bytes = vec![0; range.len()];
+        file.read_exact_at(&mut bytes, index * CHUNK_BYTES_U64 + range.start as u64).ok()?;
+        let bytes = Bytes::from(bytes);
+        id.verify_part(groups.clone(), bytes.clone(), &proof(values, groups)).ok()?;
+        Some(bytes)
+    }
+
+    /// Whole small files, one after the other. A file whose bytes cannot be had, that has not
+    /// exactly one chunk, or with which the pack would be longer than [`MAX_PACK_BYTES`], is
+    /// missing from them. Blocks on the disk.
+    #[must_use]
+    pub fn read_files(&self, inodes: &[Inode]) -> Pack {
+        let (mut bytes, mut missing) = (BytesMut::new(), Vec::new());
+        for (at, &inode) in inodes.iter().enumerate() {
+            let node = self.manifest.node(inode);
+            let fits = node.is_some_and(|node| {
+                node.chunk_count() == 1 && node.size <= (MAX_PACK_BYTES - bytes.len()) as u64
+            });
+            let read = if fits { self.read_chunk(inode, 0) } else { Err(ReadError::NotFound) };
+            match read {
+                Ok(chunk) => bytes.extend_from_slice(chunk.bytes()),
+                Err(error) => missing.push((at, error)),
+            }
+        }
+        Pack { bytes: bytes.freeze(), missing }
+    }
+
     /// A path of this inode inside the set.
     #[must_use]
     pub fn path_of(&self, inode: Inode) -> Vec<u8> {
@@ -111,6 +217,10 @@ impl LoadedSnapshot {
         names.reverse();
         names.join(&b'/')
     }
+}
+
+fn wire_proof(values: &[Digest], groups: &Range<usize>) -> Bytes {
+    proof(values, groups).iter().flat_map(|value| value.0).collect()
 }
 
 fn look(

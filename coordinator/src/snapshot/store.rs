@@ -191,7 +191,7 @@ fn sync_dir(path: &Path) -> Result<(), SnapshotError> {
     File::open(path).and_then(|dir| dir.sync_all()).map_err(failed(path))
 }
 
-fn failed(path: &Path) -> impl FnOnce(std::io::Error) -> SnapshotError + use<> {
+pub(super) fn failed(path: &Path) -> impl FnOnce(std::io::Error) -> SnapshotError + use<> {
     let path = path.to_owned();
     move |source| SnapshotError::Store { path, source }
 }

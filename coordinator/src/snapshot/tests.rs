@@ -195,6 +195,54 @@ fn links_that_leave_are_followed_when_asked_and_loops_end() {
 }
 
 #[test]
+fn homes_own_state_is_no_set_and_no_part_of_one() {
+    let home = Home::new();
+    let state = home.dir.path().join("state");
+    for own in ["ca", "workdir.changes/run"] {
+        std::fs::create_dir_all(state.join(own)).unwrap();
+    }
+    std::fs::write(state.join("ca/key.pem"), b"secret").unwrap();
+    std::fs::write(state.join("workdir.changes/run/x"), b"a result").unwrap();
+    home.put("fine", b"x");
+    let request =
+        |source: &Path, links| SnapshotRequest { source: source.to_owned(), links, ..home.request() };
+    let refused = |source: &Path, links| {
+        let made = home.snapshots.create(&request(source, links), |_| {});
+        assert!(matches!(made, Err(SnapshotError::Own { .. })), "{}: {made:?}", source.display());
+    };
+    // What holds it, what it is, what lies in it, and the same by another name.
+    for own in [home.dir.path(), &state, &state.join("ca"), &state.join("ca/key.pem"), &state.join("store")] {
+        refused(own, LinkPolicy::Keep);
+    }
+    let by_name = home.dir.path().join("link");
+    std::os::unix::fs::symlink(state.join("ca"), &by_name).unwrap();
+    refused(&by_name, LinkPolicy::Keep);
+    // A link in the set stays a link, unless it is followed.
+    std::os::unix::fs::symlink("../state/ca", home.source.join("ca")).unwrap();
+    home.freeze();
+    refused(&home.source, LinkPolicy::Follow);
+    std::fs::remove_file(home.source.join("ca")).unwrap();
+    std::fs::hard_link(state.join("ca/key.pem"), home.source.join("key")).unwrap();
+    refused(&home.source, LinkPolicy::Keep);
+    std::fs::remove_file(home.source.join("key")).unwrap();
+    // What a run left changed is the owner's.
+    home.snapshots.create(&request(&state.join("workdir.changes/run"), LinkPolicy::Keep), |_| {}).unwrap();
+    let door = home.source.join("door");
+    std::fs::create_dir(&door).unwrap();
+    let (flags, none) = (nix::mount::MsFlags::MS_BIND, None::<&str>);
+    for own in [&state, &state.join("ca")] {
+        if nix::mount::mount(Some(own), &door, none, flags, none).is_err() {
+            println!("SKIPPED bind mounts in homes_own_state_is_no_set_and_no_part_of_one: may not mount");
+            return;
+        }
+        let made =
+            [&home.source, &door].map(|from| home.snapshots.create(&request(from, LinkPolicy::Keep), |_| {}));
+        nix::mount::umount2(&door, nix::mount::MntFlags::MNT_DETACH).unwrap();
+        assert!(made.iter().all(|made| matches!(made, Err(SnapshotError::Own { .. }))), "{made:?}");
+    }
+}
+
+#[test]
 fn the_stricter_label_wins_and_a_bad_one_is_an_error() {
     let home = Home::new();
     for (text, expected) in [("public\n", DataClass::Internal), ("sealed", DataClass::Sealed)] {

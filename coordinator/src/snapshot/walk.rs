@@ -19,8 +19,11 @@ use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, openat, readlinkat};
 use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
 
+use super::own::Own;
 use super::sources::nanoseconds;
-use super::{CLASS_FILE, FileIdentity, LinkPolicy, OutsideLink, SkipReason, Skipped, SnapshotError};
+use super::{
+    CLASS_FILE, FileIdentity, LinkPolicy, OutsideLink, Progress, SkipReason, Skipped, SnapshotError,
+};
 
 /// 20 M nodes are a manifest of about 2.5 GB: more is a mistake (`/`, or links that multiply).
 const MAX_NODES: usize = 20_000_000;
@@ -31,6 +34,12 @@ const PATH_PIECE_BYTES: usize = 3000;
 const XATTR_BYTES: usize = 64 * 1024;
 /// A class file is one word.
 const MAX_CLASS_BYTES: u64 = 64;
+
+/// Who waits for the walk.
+pub(super) struct Watch<'a> {
+    pub(super) cancelled: &'a AtomicBool,
+    pub(super) progress: &'a (dyn Fn(Progress) + Sync),
+}
 
 /// A source as it was found. Node 0 is the root.
 #[derive(Debug, Default)]
@@ -87,8 +96,9 @@ struct Pending {
     chain: Arc<Chain>,
 }
 
-struct Walker {
+struct Walker<'a> {
     out: Walked,
+    own: &'a Own,
     links: LinkPolicy,
     hard_links: HashMap<(u64, u64), usize>,
     pending: Vec<Pending>,
@@ -98,14 +108,17 @@ struct Walker {
 pub(super) fn walk(
     source: &Path,
     links: LinkPolicy,
-    cancelled: &AtomicBool,
+    own: &Own,
+    watch: &Watch<'_>,
 ) -> Result<Walked, SnapshotError> {
     let failed = |error| SnapshotError::Source { path: source.to_owned(), source: error };
     let absolute = std::fs::canonicalize(source).map_err(failed)?;
+    own.check_source(&absolute)?;
     let fd = open_path(&absolute, OFlag::O_PATH).map_err(|errno| failed(errno.into()))?;
     let stat = fstat(&fd).map_err(|errno| failed(errno.into()))?;
     let mut walker = Walker {
         out: Walked { source: absolute.clone(), ..Walked::default() },
+        own,
         links,
         hard_links: HashMap::new(),
         pending: Vec::new(),
@@ -138,15 +151,16 @@ pub(super) fn walk(
         _ => return Err(SnapshotError::SourceKind { path: source.to_owned() }),
     }
     while let Some(directory) = walker.pending.pop() {
-        walker.read_directory(&directory, cancelled)?;
+        walker.read_directory(&directory, watch)?;
+        (watch.progress)(Progress { files_done: walker.out.files.len() as u64, ..Progress::default() });
     }
     walker.out.outside_links.sort();
     walker.out.skipped.sort();
     Ok(walker.out)
 }
 
-impl Walker {
-    fn read_directory(&mut self, here: &Pending, cancelled: &AtomicBool) -> Result<(), SnapshotError> {
+impl Walker<'_> {
+    fn read_directory(&mut self, here: &Pending, watch: &Watch<'_>) -> Result<(), SnapshotError> {
         let failed =
             |errno: Errno| SnapshotError::Unreadable { path: here.path.clone(), source: errno.into() };
         let fd = match open_path(&here.path, OFlag::O_RDONLY | OFlag::O_DIRECTORY) {
@@ -169,7 +183,7 @@ impl Walker {
         }
         names.sort();
         for name in names {
-            if cancelled.load(Ordering::Relaxed) {
+            if watch.cancelled.load(Ordering::Relaxed) {
                 return Err(SnapshotError::Cancelled);
             }
             self.visit(here, &fd, &name)?;
@@ -279,6 +293,7 @@ impl Walker {
         meta: NodeMeta,
         depth: usize,
     ) -> Result<(), SnapshotError> {
+        self.own.check(&path, (stat.st_dev, stat.st_ino))?;
         let total_depth = here.total_depth + 1;
         if total_depth > MAX_DEPTH {
             return Err(SnapshotError::TooLarge { path, limit: "4096 levels" });
@@ -299,6 +314,7 @@ impl Walker {
         meta: NodeMeta,
     ) -> Result<(), SnapshotError> {
         let identity = identity_of(stat);
+        self.own.check(&path, (identity.dev, identity.ino))?;
         // A followed link may lead to a file that has one name only and yet is met twice.
         let shared = stat.st_nlink > 1 || self.links == LinkPolicy::Follow;
         let id = (identity.dev, identity.ino);

@@ -10,18 +10,17 @@ use std::time::Duration;
 use limb::database::Database;
 use limb::results::{AttemptId, Finished, OutputBegin, ResultEvent, ResultsHome, SCHEMA, Step, Steps};
 use limb::rpc::chunks::{ChunkService, SourceEvents};
-use limb::rpc::desk::{Answer, BeatVerdict, Desk, DeskError, EnrolmentRequest, OutputHome};
+use limb::rpc::desk::Desk;
 use limb::rpc::results::ResultService;
 use limb::snapshot::{FileIdentity, Registration, Snapshots};
-use limb_common::assignment::{Assignment, Order, OutputNumber, SetNumber};
+use limb_common::assignment::{OutputNumber, SetNumber};
 use limb_common::class::DataClass;
 use limb_common::id::{AttemptNumber, Digest, HomeId, LeaseEpoch, RunId};
 use limb_common::identity::AgentIdentity;
 use limb_common::manifest::Manifest;
-use limb_common::report::Report;
+use limb_tests::desk::TestDesk;
 use limb_tests::proxy::Proxy;
 use tokio::runtime::Runtime;
-use tokio::sync::watch;
 use tonic::Request;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::Server;
@@ -38,42 +37,6 @@ struct Power {
 impl Steps for Power {
     fn before(&self, _: Step) -> bool {
         !self.gone.load(Ordering::SeqCst)
-    }
-}
-
-struct TestDesk {
-    sets: HashMap<SetNumber, Digest>,
-}
-
-fn refused<T: Send + 'static>() -> Answer<T> {
-    Box::pin(async { Err(DeskError::Refused("not in this test")) })
-}
-
-impl Desk for TestDesk {
-    fn enrol(&self, _: EnrolmentRequest) -> Answer<AgentIdentity> {
-        refused()
-    }
-    fn is_live(&self, _: &AgentIdentity) -> bool {
-        true
-    }
-    fn beat(&self, _: &AgentIdentity, _: Duration) -> Answer<BeatVerdict> {
-        refused()
-    }
-    fn orders(&self, _: &AgentIdentity) -> Answer<watch::Receiver<Order>> {
-        refused()
-    }
-    fn assignment(&self, _: &AgentIdentity) -> Answer<Assignment> {
-        refused()
-    }
-    fn report(&self, _: &AgentIdentity, _: Report) -> Answer<()> {
-        refused()
-    }
-    fn set(&self, _: &AgentIdentity, set: SetNumber) -> Answer<Digest> {
-        let found = self.sets.get(&set).copied().ok_or(DeskError::Refused("not yours"));
-        Box::pin(async move { found })
-    }
-    fn outputs(&self, _: &AgentIdentity) -> Answer<Vec<OutputHome>> {
-        refused()
     }
 }
 
@@ -167,7 +130,7 @@ impl Home {
         runtime.block_on(results.recover()).unwrap();
         runtime.block_on(results.begin(&self.id(), vec![self.begin.clone()])).unwrap();
         let snapshots = Snapshots::open(&self.state.path().join("snapshots")).unwrap();
-        let desk: Arc<dyn Desk> = Arc::new(TestDesk { sets: self.sets.clone() });
+        let desk: Arc<dyn Desk> = TestDesk::serving(self.who.clone(), self.sets.clone());
         let who = self.who.clone();
         let identify = move |mut request: Request<()>| {
             request.extensions_mut().insert(who.clone());

@@ -1,211 +1,518 @@
-//! Everything outstanding, and what must be said to home about it. No I/O: the stream's task
-//! feeds it and sends what lies in [`Desk::outbox`].
+//! Everything outstanding, which stream it was asked on, and what must be said to home about it.
+//! No I/O: the pool's task feeds it and sends what lies in each lane's outbox.
+//!
+//! A lane is one stream on a connection of its own. An ask waits here until a lane has room for
+//! it, so that a lane that became slow gets less; demand never waits for room.
+//!
+//! Invariant: an ask is waiting or on one lane, or, where a lane went silent under demand, on
+//! two; the first answer counts.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use bytes::BytesMut;
+use limb_common::id::Digest;
+use limb_common::wire::{self, MAX_PACK_FILES};
 use limb_proto::v1;
+use limb_proto::v1::fetch_request::What;
 use tokio::sync::oneshot;
 
-use super::{Answer, Command, Wanted};
-use crate::fetch::{ChunkAddress, Priority, TransportError};
+use super::meter::{LaneRate, Meter};
+use super::thinning::Thinning;
+use super::{Answer, Arrived, Body, Command, MAX_LANES, Wanted};
+use crate::fetch::{Priority, TransportError};
+
+/// A lane for so much of the window (twice what the link holds). One stock TCP stream carries about
+/// 3 MiB (4 MiB of send buffer, with its overhead): 62 % of 1 Gbit/s at 40 ms. More lanes than are
+/// needed would each be idle at times, and TCP begins anew after a pause.
+const LANE_BYTES: u64 = 4 << 20;
+/// A lane is given what it sends in two round trips and this time, and one chunk: home has the next
+/// at hand, and a lane that became slow does not hold what others could bring.
+const SPARE_TIME: Duration = Duration::from_millis(50);
+const SPARE_BYTES: u64 = 1 << 20;
+/// Tiny chunks: bytes alone would allow thousands.
+const MAX_ON_LANE: usize = 1024;
+/// Even one piece of the smallest size must get through.
+const LEAST_CREDIT_BYTES: u64 = 64 << 10;
+/// A lane so silent under demand is asked no more than it was; another is.
+const HEDGE_AFTER: Duration = Duration::from_secs(1);
+/// Values that prove one run of groups; twelve are enough for any.
+const MAX_PROOF: usize = 64;
+const PRIORITIES: usize = 4;
 
 #[derive(Debug, Default)]
 pub(super) struct Desk {
     /// By the number that the asker chose.
-    outstanding: BTreeMap<u64, Outstanding>,
-    /// From the stream's own ids. Ids of cancelled asks are absent: their pieces are ignored.
-    by_id: HashMap<u64, u64>,
-    last_id: u64,
-    pub(super) outbox: VecDeque<v1::FetchRequest>,
-    /// The last piece, or since when something is outstanding.
-    active_at: Duration,
+    asks: BTreeMap<u64, Open>,
+    /// On no lane, by priority. Numbers of asks that are gone, given or risen are skipped.
+    waiting: [VecDeque<u64>; PRIORITIES],
+    lanes: Vec<Lane>,
+    meter: Meter,
+    thinning: Thinning,
 }
 
 #[derive(Debug)]
-struct Outstanding {
+struct Open {
     wanted: Wanted,
     tell: oneshot::Sender<Answer>,
-    /// On the current stream.
-    id: Option<u64>,
+    /// At most two.
+    sent: Vec<Sent>,
+}
+
+/// An ask as one lane knows it.
+#[derive(Debug)]
+struct Sent {
+    lane: usize,
+    id: u64,
+    at: Duration,
+    /// On the wire.
+    expected_bytes: u64,
+    arrived_bytes: u64,
+    /// Of the first piece.
+    encoding: Option<i32>,
     got: BytesMut,
+    missing: Vec<v1::MissingFile>,
+    proof: Vec<Digest>,
+}
+
+#[derive(Debug)]
+struct Lane {
+    up: bool,
+    /// From the stream's own ids. Ids of cancelled asks are absent: their pieces are ignored.
+    by_id: HashMap<u64, u64>,
+    last_id: u64,
+    outbox: VecDeque<v1::FetchRequest>,
+    /// Expected on the wire.
+    owed_bytes: u64,
+    /// Against the credit.
+    counted_bytes: u64,
+    credit_bytes: u64,
+    /// The last piece, or since when something is outstanding.
     active_at: Duration,
+    rate: LaneRate,
 }
 
 impl Desk {
-    pub(super) fn is_empty(&self) -> bool {
-        self.outstanding.is_empty()
+    /// One more lane; it is down until [`Desk::opened`].
+    pub(super) fn add_lane(&mut self) -> usize {
+        self.lanes.push(Lane::new(false, Duration::ZERO));
+        self.lanes.len() - 1
     }
 
-    pub(super) fn take(&mut self, command: Command, now: Duration, connected: bool) {
+    pub(super) fn outbox(&mut self, lane: usize) -> Option<&mut VecDeque<v1::FetchRequest>> {
+        self.lanes.get_mut(lane).filter(|lane| lane.up).map(|lane| &mut lane.outbox)
+    }
+
+    /// For the log.
+    pub(super) fn describe(&self) -> impl std::fmt::Debug + use<> {
+        let owed: Vec<_> = self.lanes.iter().map(|lane| lane.owed_bytes >> 10).collect();
+        let waiting: Vec<_> = self.waiting.iter().map(VecDeque::len).collect();
+        (self.meter.describe(), owed, waiting)
+    }
+
+    pub(super) fn bandwidth_delay_bytes(&self) -> Option<u64> {
+        // Whoever reads ahead counts plain bytes.
+        self.meter.bandwidth_delay_bytes().map(|bytes| self.thinning.plain(bytes))
+    }
+
+    pub(super) fn round_trip(&mut self, now: Duration, took: Duration) {
+        self.meter.round_trip(now, took);
+    }
+
+    /// A stream begins; what is given to it travels with its opening.
+    pub(super) fn opened(&mut self, number: usize, now: Duration) {
+        if let Some(lane) = self.lanes.get_mut(number) {
+            *lane = Lane::new(true, now);
+        }
+    }
+
+    /// Home answered the opening: only from now on can pieces come.
+    pub(super) fn answered(&mut self, number: usize, now: Duration) {
+        if let Some(lane) = self.lanes.get_mut(number) {
+            lane.active_at = now;
+            lane.rate.begins(now);
+        }
+    }
+
+    /// The stream is over: what it owed is to be asked again, in the order of asking.
+    pub(super) fn cut(&mut self, number: usize) {
+        if let Some(lane) = self.lanes.get_mut(number) {
+            *lane = Lane::new(false, Duration::ZERO);
+        }
+        for (ask, open) in self.asks.iter_mut().rev() {
+            let before = open.sent.len();
+            open.sent.retain(|sent| sent.lane != number);
+            if open.sent.is_empty() && before > 0 {
+                self.waiting[open.wanted.priority as usize].push_front(*ask);
+            }
+        }
+    }
+
+    pub(super) fn take(&mut self, command: Command) {
         match command {
             Command::Ask { number, wanted, tell } => {
-                if self.outstanding.is_empty() {
-                    self.active_at = now;
-                }
-                let entry = Outstanding { wanted, tell, id: None, got: BytesMut::new(), active_at: now };
-                self.outstanding.insert(number, entry);
-                if connected {
-                    self.say(number, now);
-                }
+                self.waiting[wanted.priority as usize].push_back(number);
+                self.asks.insert(number, Open { wanted, tell, sent: Vec::new() });
             }
             Command::Raise { number, priority } => {
-                let Some(entry) = self.outstanding.get_mut(&number) else { return };
-                entry.wanted.priority = priority;
-                if connected && entry.got.is_empty() {
-                    let old = entry.id.take();
-                    self.say(number, now);
-                    self.take_back(old);
+                let Some(open) = self.asks.get_mut(&number) else { return };
+                open.wanted.priority = priority;
+                if open.sent.is_empty() {
+                    self.waiting[priority as usize].push_back(number);
+                }
+                for sent in &open.sent {
+                    if let Some(lane) = self.lanes.get_mut(sent.lane) {
+                        let what = Some(What::Raise(true));
+                        lane.say(v1::FetchRequest {
+                            id: sent.id,
+                            what,
+                            priority: priority as u32,
+                            encoded: false,
+                        });
+                    }
                 }
             }
             Command::Cancel { number } => {
-                if let Some(entry) = self.outstanding.remove(&number) {
-                    self.take_back(entry.id);
+                if let Some(open) = self.asks.remove(&number) {
+                    self.take_back(&open, None);
                 }
             }
         }
     }
 
-    /// A new stream knows nothing: everything is asked again, the most urgent first.
-    pub(super) fn ask_all_again(&mut self, now: Duration) {
-        self.outbox.clear();
-        self.by_id.clear();
-        self.active_at = now;
-        let mut numbers: Vec<_> =
-            self.outstanding.iter().map(|(number, entry)| (entry.wanted.priority, *number)).collect();
-        numbers.sort_unstable();
-        for (_, number) in numbers {
-            self.say(number, now);
+    /// Gives what waits to lanes with room, and credit to those that use it up.
+    pub(super) fn deal(&mut self, now: Duration) {
+        while let Some(number) = self.next_waiting(Priority::Demand) {
+            let Some(lane) = self.soonest_lane(now, false) else { break };
+            self.waiting[Priority::Demand as usize].pop_front();
+            self.give(number, lane, now);
+        }
+        for priority in [Priority::ReadAhead, Priority::Trace, Priority::Background] {
+            while let Some(number) = self.next_waiting(priority) {
+                let Some(lane) = self.soonest_lane(now, true) else { break };
+                self.waiting[priority as usize].pop_front();
+                self.give(number, lane, now);
+            }
+        }
+        self.help_the_slow(now);
+        let window = self.lane_window();
+        for lane in self.lanes.iter_mut().filter(|lane| lane.up && !lane.by_id.is_empty()) {
+            lane.give_credit(window);
         }
     }
 
-    /// Opening a stream may have taken long; only now can pieces come.
-    pub(super) fn restart_patience(&mut self, now: Duration) {
-        self.active_at = now;
-        self.outstanding.values_mut().for_each(|entry| entry.active_at = now);
+    /// The next ask of this priority that is still one and on no lane.
+    fn next_waiting(&mut self, priority: Priority) -> Option<u64> {
+        let queue = &mut self.waiting[priority as usize];
+        while let Some(number) = queue.front() {
+            let valid = |open: &Open| open.sent.is_empty() && open.wanted.priority == priority;
+            if self.asks.get(number).is_some_and(valid) {
+                return Some(*number);
+            }
+            queue.pop_front();
+        }
+        None
     }
 
-    fn say(&mut self, number: u64, now: Duration) {
-        let Some(entry) = self.outstanding.get_mut(&number) else { return };
-        self.last_id += 1;
-        let id = self.last_id;
-        entry.id = Some(id);
-        entry.got.clear();
-        entry.active_at = now;
-        self.by_id.insert(id, number);
-        self.outbox.push_back(v1::FetchRequest {
-            id,
-            what: Some(what(entry.wanted.address)),
-            priority: level(entry.wanted.priority),
+    /// The lane in use that would have sent one chunk more first; with room for more, if asked so.
+    fn soonest_lane(&self, now: Duration, with_room: bool) -> Option<usize> {
+        let round_trip = self.meter.least_round_trip().unwrap_or_default();
+        let time = round_trip * 2 + SPARE_TIME;
+        let ahead = |lane: &Lane| lane.bytes_in(now, time);
+        let has_room = |lane: &Lane| {
+            !with_room || (lane.by_id.len() < MAX_ON_LANE && lane.owed_bytes < ahead(lane).max(SPARE_BYTES))
+        };
+        let up = || self.lanes.iter().enumerate().filter(|(_, lane)| lane.up);
+        let in_use = up().take(self.lanes_in_use()).filter(|(_, lane)| has_room(lane));
+        // In units of what it sends in that time.
+        let load = |lane: &Lane| ((lane.owed_bytes + SPARE_BYTES) << 10) / ahead(lane).max(1);
+        in_use.min_by_key(|(number, lane)| (load(lane), *number)).map(|(number, _)| number)
+    }
+
+    /// Somebody waits for what a slow lane owes, and one that has nothing to do would bring it in
+    /// half the time: it is asked too.
+    fn help_the_slow(&mut self, now: Duration) {
+        let Some(helper) = self.lanes.iter().position(|lane| lane.up && lane.by_id.is_empty()) else {
+            return;
+        };
+        let round_trip = self.meter.least_round_trip().unwrap_or_default();
+        let rate = |lane: usize| {
+            let second = Duration::from_secs(1);
+            self.lanes.get(lane).map_or(1, |lane| lane.bytes_in(now, second).max(1))
+        };
+        let time =
+            |bytes: u64, lane: usize| Duration::from_micros(bytes.saturating_mul(1_000_000) / rate(lane));
+        let slowest = self
+            .asks
+            .iter()
+            .filter(|(_, open)| open.wanted.priority == Priority::Demand)
+            .filter_map(|(number, open)| {
+                let [only] = open.sent.as_slice() else { return None };
+                let len = open.wanted.body.len();
+                let left = time(len.saturating_sub(only.arrived_bytes), only.lane);
+                let again = (round_trip + time(len, helper)) * 2 + SPARE_TIME;
+                (left > again && now.saturating_sub(only.at) > again).then_some((left, *number))
+            })
+            .max();
+        if let Some((_, number)) = slowest {
+            self.give(number, helper, now);
+        }
+    }
+
+    fn lanes_in_use(&self) -> usize {
+        let lanes = self.meter.window_bytes().div_ceil(LANE_BYTES);
+        usize::try_from(lanes).unwrap_or(MAX_LANES).clamp(1, MAX_LANES)
+    }
+
+    /// What one lane may have on its way. Half of all, also where there are more than two: not every
+    /// lane has something to send at every moment, and those that have must fill the link.
+    fn lane_window(&self) -> u64 {
+        let up = self.lanes.iter().take(self.lanes_in_use()).filter(|lane| lane.up).count();
+        (self.meter.window_bytes() / (up.clamp(1, 2) as u64)).max(LEAST_CREDIT_BYTES)
+    }
+
+    fn give(&mut self, number: u64, lane_number: usize, now: Duration) {
+        let Some(open) = self.asks.get_mut(&number) else { return };
+        let Some(lane) = self.lanes.get_mut(lane_number) else { return };
+        if lane.by_id.is_empty() {
+            lane.active_at = now;
+            lane.rate.begins(now);
+        }
+        lane.last_id += 1;
+        let id = lane.last_id;
+        lane.by_id.insert(id, number);
+        let body = &open.wanted.body;
+        let encoded = body.may_be_encoded() && self.meter.is_scarce();
+        let expected_bytes = if encoded { self.thinning.wire(body.len()) } else { body.len() };
+        lane.owed_bytes += expected_bytes;
+        let priority = open.wanted.priority as u32;
+        lane.say(v1::FetchRequest { id, what: Some(body.message()), priority, encoded });
+        open.sent.push(Sent::new(lane_number, id, now, expected_bytes));
+    }
+
+    /// Takes an ask back from its lanes, but not from `answered`, which has nothing left to send.
+    fn take_back(&mut self, open: &Open, answered: Option<usize>) {
+        for sent in &open.sent {
+            let Some(lane) = self.lanes.get_mut(sent.lane) else { continue };
+            lane.forget(sent);
+            if answered != Some(sent.lane) {
+                lane.cancel(sent.id);
+            }
+        }
+    }
+
+    pub(super) fn piece(&mut self, lane_number: usize, piece: v1::FetchPiece, now: Duration) {
+        let Some(lane) = self.lanes.get_mut(lane_number) else { return };
+        lane.active_at = now;
+        let arrived = match &piece.body {
+            Some(v1::fetch_piece::Body::Data(data)) => data.len() as u64,
+            Some(v1::fetch_piece::Body::Failure(_)) | None => 0,
+        };
+        lane.rate.received(now, arrived);
+        if piece.counted {
+            lane.counted_bytes += arrived;
+        }
+        let number = lane.by_id.get(&piece.id).copied();
+        let own = |sent: &&mut Sent| sent.lane == lane_number && sent.id == piece.id;
+        let sent = number.and_then(|number| self.asks.get_mut(&number)?.sent.iter_mut().find(own));
+        if let Some(sent) = sent {
+            let before = sent.left_bytes();
+            sent.arrived_bytes += arrived;
+            lane.owed_bytes = lane.owed_bytes.saturating_sub(before - sent.left_bytes());
+        }
+        let owed = self.lanes.iter().map(|lane| lane.owed_bytes).sum();
+        self.meter.received(now, arrived, owed);
+        let Some((number, open)) = number.and_then(|number| Some((number, self.asks.get_mut(&number)?)))
+        else {
+            return;
+        };
+        let Some(sent) = open.sent.iter_mut().find(|sent| sent.lane == lane_number && sent.id == piece.id)
+        else {
+            return;
+        };
+        if sent.arrived_bytes == arrived && open.wanted.priority == Priority::Demand {
+            self.meter.round_trip(now, now.saturating_sub(sent.at));
+        }
+        let (last, wire_bytes) = (piece.last, sent.arrived_bytes);
+        if let Some(answer) = sent.add(piece, &open.wanted.body) {
+            if answer.is_ok() && open.wanted.body.may_be_encoded() {
+                self.thinning.add(open.wanted.body.len(), wire_bytes);
+            }
+            let Some(open) = self.asks.remove(&number) else { return };
+            // A garbled answer may go on.
+            self.take_back(&open, last.then_some(lane_number));
+            // The asker may be gone since.
+            let _gone: Result<(), _> = open.tell.send(answer);
+        }
+    }
+
+    /// Forgets what nobody waits for, and asks elsewhere for what a silent lane owes to somebody
+    /// who waits.
+    pub(super) fn sweep(&mut self, now: Duration) {
+        let gone = |open: &Open| open.tell.is_closed();
+        let gone: Vec<_> =
+            self.asks.iter().filter(|(_, open)| gone(open)).map(|(number, _)| *number).collect();
+        for number in gone {
+            self.take(Command::Cancel { number });
+        }
+        let silent: Vec<_> = self.silent_lanes(now, HEDGE_AFTER).collect();
+        let stuck = |open: &Open| {
+            open.wanted.priority == Priority::Demand
+                && matches!(open.sent.as_slice(), [only] if silent.contains(&only.lane))
+        };
+        let stuck: Vec<_> =
+            self.asks.iter().filter(|(_, open)| stuck(open)).map(|(number, _)| *number).collect();
+        for number in stuck {
+            let other = self
+                .lanes
+                .iter()
+                .enumerate()
+                .filter(|(at, lane)| lane.up && !silent.contains(at))
+                .min_by_key(|(_, lane)| lane.owed_bytes);
+            let Some((other, _)) = other else { return };
+            tracing::debug!(number, other, "a lane is silent; asking on another");
+            self.give(number, other, now);
+        }
+    }
+
+    /// Lanes on which nothing has come for `patience` although something should.
+    pub(super) fn silent_lanes(
+        &self,
+        now: Duration,
+        patience: Duration,
+    ) -> impl Iterator<Item = usize> + use<'_> {
+        let silent = move |lane: &Lane| {
+            lane.up && !lane.by_id.is_empty() && now.saturating_sub(lane.active_at) > patience
+        };
+        self.lanes.iter().enumerate().filter(move |(_, lane)| silent(lane)).map(|(number, _)| number)
+    }
+
+    /// One more connection would help now: the link holds more than one can carry and there is
+    /// something to ask, or every lane is silent under demand.
+    pub(super) fn wants_lane(&self, now: Duration) -> bool {
+        let open = self.lanes.len();
+        if open == 0 {
+            return true;
+        }
+        let waits = self.waiting[1..].iter().any(|queue| !queue.is_empty());
+        let silent = || self.silent_lanes(now, HEDGE_AFTER).count() == open;
+        (waits && open < self.lanes_in_use()) || (open < 2 && silent())
+    }
+}
+
+impl Lane {
+    fn new(up: bool, now: Duration) -> Self {
+        Self {
+            up,
+            by_id: HashMap::new(),
+            last_id: 0,
+            outbox: VecDeque::new(),
+            owed_bytes: 0,
+            counted_bytes: 0,
+            credit_bytes: 0,
+            active_at: now,
+            rate: LaneRate::new(now),
+        }
+    }
+
+    /// What it sends in this time. Only the silence of a lane that owes something counts.
+    fn bytes_in(&self, now: Duration, time: Duration) -> u64 {
+        if self.by_id.is_empty() {
+            self.rate.bytes_after_idle(now, time)
+        } else {
+            self.rate.bytes_in(time, self.rate.silence(now))
+        }
+    }
+
+    fn say(&mut self, request: v1::FetchRequest) {
+        if self.up {
+            self.outbox.push_back(request);
+        }
+    }
+
+    fn forget(&mut self, sent: &Sent) {
+        if self.by_id.remove(&sent.id).is_some() {
+            self.owed_bytes = self.owed_bytes.saturating_sub(sent.left_bytes());
+        }
+    }
+
+    fn cancel(&mut self, id: u64) {
+        let mut unsent = false;
+        self.outbox.retain(|request| {
+            let own = request.id == id;
+            unsent |= own && request.what != Some(What::Raise(true));
+            !own
         });
-    }
-
-    fn take_back(&mut self, id: Option<u64>) {
-        let Some(id) = id else { return };
-        self.by_id.remove(&id);
-        let unsent = self.outbox.iter().position(|request| request.id == id);
-        match unsent {
-            Some(at) => drop(self.outbox.remove(at)),
-            None => self.outbox.push_back(v1::FetchRequest {
-                id,
-                what: Some(v1::fetch_request::What::Cancel(true)),
-                priority: 0,
-            }),
+        if !unsent {
+            self.say(v1::FetchRequest { id, what: Some(What::Cancel(true)), priority: 0, encoded: false });
         }
     }
 
-    pub(super) fn piece(&mut self, piece: v1::FetchPiece, now: Duration) {
-        self.active_at = now;
-        let Some(&number) = self.by_id.get(&piece.id) else { return };
-        let Some(entry) = self.outstanding.get_mut(&number) else { return };
-        entry.active_at = now;
-        let len = entry.wanted.len as usize;
-        let answer = match piece.body {
+    fn give_credit(&mut self, window: u64) {
+        let target = self.counted_bytes + window;
+        if target >= self.credit_bytes + window.div_ceil(4) {
+            self.credit_bytes = target;
+            // Before what waits for it.
+            let credit =
+                v1::FetchRequest { id: 0, what: Some(What::Credit(target)), priority: 0, encoded: false };
+            if self.up {
+                self.outbox.push_front(credit);
+            }
+        }
+    }
+}
+
+impl Sent {
+    fn new(lane: usize, id: u64, at: Duration, expected_bytes: u64) -> Self {
+        let (got, missing, proof) = (BytesMut::new(), Vec::new(), Vec::new());
+        Self { lane, id, at, expected_bytes, arrived_bytes: 0, encoding: None, got, missing, proof }
+    }
+
+    fn left_bytes(&self) -> u64 {
+        self.expected_bytes.saturating_sub(self.arrived_bytes)
+    }
+
+    /// Takes a piece in; the answer, when it was the last. No encoding is longer than what it says.
+    fn add(&mut self, piece: v1::FetchPiece, body: &Body) -> Option<Answer> {
+        let len = usize::try_from(body.len()).unwrap_or(usize::MAX);
+        match piece.body {
             Some(v1::fetch_piece::Body::Data(data)) => {
-                if entry.got.len() + data.len() > len {
-                    let detail = format!("more than {len} bytes came");
-                    Some(Err(TransportError::Garbled { detail }))
-                } else {
-                    if entry.got.capacity() < len {
-                        entry.got.reserve(len);
-                    }
-                    entry.got.extend_from_slice(&data);
-                    piece.last.then(|| Ok(entry.got.split().freeze()))
+                self.missing.extend(piece.missing);
+                if self.missing.len() > MAX_PACK_FILES || self.proof.len() > MAX_PROOF {
+                    let detail = "more is missing or proved than was asked for".to_owned();
+                    return Some(Err(TransportError::Garbled { detail }));
                 }
+                let values = piece.proof.chunks_exact(32).filter_map(|value| value.try_into().ok());
+                self.proof.extend(values.map(Digest));
+                if *self.encoding.get_or_insert(piece.encoding) != piece.encoding {
+                    let detail = "the pieces of an answer have several encodings".to_owned();
+                    return Some(Err(TransportError::Garbled { detail }));
+                }
+                if self.got.len() + data.len() > len {
+                    let detail = format!("more than {len} bytes came");
+                    return Some(Err(TransportError::Garbled { detail }));
+                }
+                if self.got.capacity() < len {
+                    self.got.reserve(len);
+                }
+                self.got.extend_from_slice(&data);
+                piece.last.then(|| {
+                    let encoding = wire::encoding::encoding(piece.encoding);
+                    Ok(Arrived {
+                        bytes: self.got.split().freeze(),
+                        encoding: encoding.map_err(|e| TransportError::Garbled { detail: e.to_string() })?,
+                        missing: std::mem::take(&mut self.missing),
+                        proof: std::mem::take(&mut self.proof),
+                    })
+                })
             }
             Some(v1::fetch_piece::Body::Failure(failure)) => Some(Err(refusal(failure))),
             None => Some(Err(TransportError::Garbled { detail: "a piece has no body".to_owned() })),
-        };
-        if let Some(answer) = answer {
-            self.finish(number, piece.id, piece.last, answer);
-        }
-    }
-
-    fn finish(&mut self, number: u64, id: u64, last: bool, answer: Result<Bytes, TransportError>) {
-        self.by_id.remove(&id);
-        let garbled = matches!(answer, Err(TransportError::Garbled { .. }));
-        if let Some(entry) = self.outstanding.remove(&number) {
-            // The asker may be gone since.
-            let _gone: Result<(), _> = entry.tell.send(answer);
-        }
-        if garbled && !last {
-            self.take_back(Some(id));
-        }
-    }
-
-    /// Forgets what nobody waits for.
-    pub(super) fn sweep(&mut self) {
-        let gone: Vec<_> = self
-            .outstanding
-            .iter()
-            .filter(|(_, entry)| entry.tell.is_closed())
-            .map(|(number, _)| *number)
-            .collect();
-        for number in gone {
-            if let Some(entry) = self.outstanding.remove(&number) {
-                self.take_back(entry.id);
-            }
-        }
-    }
-
-    /// How long nothing has come although something should.
-    pub(super) fn silence(&self, now: Duration) -> Duration {
-        if self.is_empty() { Duration::ZERO } else { now.saturating_sub(self.active_at) }
-    }
-
-    /// The longest that a demanded chunk has waited for its next piece.
-    pub(super) fn longest_wait(&self, now: Duration) -> Duration {
-        self.outstanding
-            .values()
-            .filter(|entry| entry.wanted.priority == Priority::Demand)
-            .map(|entry| now.saturating_sub(entry.active_at))
-            .max()
-            .unwrap_or_default()
-    }
-}
-
-fn what(address: ChunkAddress) -> v1::fetch_request::What {
-    match address {
-        ChunkAddress::Set { set, inode, index } => {
-            v1::fetch_request::What::SetChunk(v1::SetChunk { set: set.0, inode: inode.0, index })
-        }
-        ChunkAddress::Result { output, file, index } => {
-            v1::fetch_request::What::ResultChunk(v1::ResultChunk { output: output.0, file, index })
         }
     }
 }
 
-fn level(priority: Priority) -> u32 {
-    match priority {
-        Priority::Demand => 0,
-        Priority::ReadAhead => 1,
-        Priority::Trace => 2,
-        Priority::Background => 3,
-    }
-}
-
-fn refusal(failure: v1::FetchFailure) -> TransportError {
+pub(super) fn refusal(failure: v1::FetchFailure) -> TransportError {
     use v1::fetch_failure::Kind;
     let (kind, detail) = (failure.kind(), failure.detail);
     match kind {
@@ -217,3 +524,6 @@ fn refusal(failure: v1::FetchFailure) -> TransportError {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

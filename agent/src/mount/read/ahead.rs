@@ -22,9 +22,14 @@ const MAX_FILES: usize = 4096;
 /// A stream counts as active while it is among the last so many sequential reads.
 const RECENT_READS: usize = 64;
 const FIRST_WINDOW_CHUNKS: u64 = 2;
+/// The same for a file so large that its first two reads are worth more trust.
+const FIRST_WINDOW_LARGE_CHUNKS: u64 = 4;
+const LARGE_FILE_BYTES: u64 = 64 << 20;
 const MIN_WINDOW_BYTES: u64 = 2 << 20;
-/// Fills 1 Gbit/s at 80 ms; also what is used until the link has been measured.
-const MAX_WINDOW_BYTES: u64 = 16 << 20;
+/// Six times 1 Gbit/s at 80 ms.
+const MAX_WINDOW_BYTES: u64 = 64 << 20;
+/// Until the link has been measured.
+const UNMEASURED_WINDOW_BYTES: u64 = 16 << 20;
 
 #[derive(Debug, Default)]
 pub(super) struct ReadAhead {
@@ -68,12 +73,13 @@ pub(super) struct Read {
 }
 
 impl ReadAhead {
-    /// Takes note of a read and says which chunks to ask for now, each chunk of a stream once.
-    pub(super) fn on_read(&mut self, read: Read, bandwidth_delay_bytes: Option<u64>) -> Range<u64> {
+    /// Takes note of a read and says which chunks to ask for now, each chunk of a stream once, and
+    /// whether the read belongs to a stream.
+    pub(super) fn on_read(&mut self, read: Read, bandwidth_delay_bytes: Option<u64>) -> (Range<u64>, bool) {
         let Read { inode, offset, len, file_bytes } = read;
         let end = offset.saturating_add(len).min(file_bytes);
         if offset >= end {
-            return 0..0;
+            return (0..0, false);
         }
         self.reads += 1;
         self.forget_old_files();
@@ -83,7 +89,7 @@ impl ReadAhead {
         let Some(index) = file.find(offset, end) else {
             self.streams_seen += 1;
             file.stray(Stream::new(self.streams_seen, offset, end, self.reads));
-            return 0..0;
+            return (0..0, false);
         };
         file.strays = 0;
         let stream = &mut file.streams[index];
@@ -93,18 +99,29 @@ impl ReadAhead {
         if self.recent.len() > RECENT_READS {
             self.recent.pop_front();
         }
-        wanted
+        (wanted, true)
     }
 
-    /// Twice what the link holds, shared by the streams that are active.
+    /// Eight times what the link holds, shared by the streams that are active: some is on its way,
+    /// some lies at home's end of it, and what came before its turn, because another lane is slower,
+    /// waits here while the lanes go on.
     fn window_cap(&self, bandwidth_delay_bytes: Option<u64>) -> u64 {
-        let bytes = bandwidth_delay_bytes.map_or(MAX_WINDOW_BYTES, |bytes| {
+        let bytes = bandwidth_delay_bytes.map_or(UNMEASURED_WINDOW_BYTES, |bytes| {
             let mut active: Vec<_> = self.recent.iter().collect();
             active.sort_unstable();
             active.dedup();
-            (bytes.saturating_mul(2) / (active.len().max(1) as u64)).clamp(MIN_WINDOW_BYTES, MAX_WINDOW_BYTES)
+            (bytes.saturating_mul(8) / (active.len().max(1) as u64)).clamp(MIN_WINDOW_BYTES, MAX_WINDOW_BYTES)
         });
         bytes.div_ceil(CHUNK_BYTES_U64)
+    }
+
+    /// Nobody did ask for the chunks that the last read of this file brought up: they are offered
+    /// again.
+    pub(super) fn not_asked(&mut self, inode: Inode, chunks: &Range<u64>) {
+        let Some(file) = self.files.get_mut(&inode).filter(|_| !chunks.is_empty()) else { return };
+        for stream in file.streams.iter_mut().filter(|stream| stream.ahead_to == chunks.end) {
+            stream.ahead_to = chunks.start;
+        }
     }
 
     fn forget_old_files(&mut self) {
@@ -166,7 +183,8 @@ impl Stream {
         self.next = self.next.max(end);
         self.start = self.start.min(offset);
         if self.window_chunks == 0 {
-            self.window_chunks = FIRST_WINDOW_CHUNKS;
+            self.window_chunks =
+                if file_bytes < LARGE_FILE_BYTES { FIRST_WINDOW_CHUNKS } else { FIRST_WINDOW_LARGE_CHUNKS };
             self.widen_at = self.next + self.window_chunks * CHUNK_BYTES_U64;
         } else if self.next >= self.widen_at {
             self.window_chunks *= 2;
@@ -209,7 +227,7 @@ mod tests {
             if !asked.contains(&chunk) {
                 missed.insert(chunk);
             }
-            for index in ahead.on_read(read(offset, piece, file_bytes), delay_bytes) {
+            for index in ahead.on_read(read(offset, piece, file_bytes), delay_bytes).0 {
                 assert!(asked.insert(index), "chunk {index} was asked for twice");
                 assert!(index < file_bytes.div_ceil(MIB));
                 furthest = furthest.max(index - chunk);
@@ -229,9 +247,21 @@ mod tests {
     }
 
     #[test]
+    fn what_was_not_asked_for_is_offered_again() {
+        let mut ahead = ReadAhead::default();
+        for at in 0..40 {
+            let (chunks, _) = ahead.on_read(read(at * MIB, MIB, 100 * MIB), Some(2 * MIB));
+            ahead.not_asked(Inode(7), &chunks);
+        }
+        let (chunks, sequential) = ahead.on_read(read(40 * MIB, MIB, 100 * MIB), Some(2 * MIB));
+        assert_eq!((chunks, sequential), (41..57, true));
+        ahead.not_asked(Inode(8), &(1..2));
+    }
+
+    #[test]
     fn a_slow_link_is_not_flooded() {
-        assert_eq!(sequential(128 << 10, 100 * MIB, Some(75_000)).1, 2);
-        assert_eq!(sequential(128 << 10, 100 * MIB, Some(3 * MIB)).1, 6);
+        assert_eq!(sequential(128 << 10, 50 * MIB, Some(75_000)).1, 2);
+        assert_eq!(sequential(128 << 10, 200 * MIB, Some(3 * MIB)).1, 24);
     }
 
     #[test]
@@ -267,7 +297,7 @@ mod tests {
         for at in 0..50 {
             ahead.on_read(read(at * MIB, MIB, file), None);
         }
-        let wanted = ahead.on_read(read(60 * MIB, MIB, file), None);
+        let (wanted, _) = ahead.on_read(read(60 * MIB, MIB, file), None);
         assert_eq!(wanted.end, 61 + 16);
         assert_eq!(ahead.files[&Inode(7)].streams.len(), 1);
     }
@@ -287,8 +317,8 @@ mod tests {
         fn random_reads_are_not_amplified(slots in proptest::collection::vec(0_u64..200_000, 1..300)) {
             let mut ahead = ReadAhead::default();
             for slot in slots {
-                let wanted = ahead.on_read(read(slot * 8192, 4096, 200_000 * 8192), None);
-                prop_assert!(wanted.is_empty(), "{wanted:?}");
+                let (wanted, sequential) = ahead.on_read(read(slot * 8192, 4096, 200_000 * 8192), None);
+                prop_assert!(wanted.is_empty() && !sequential, "{wanted:?}");
             }
         }
 
@@ -310,7 +340,7 @@ mod tests {
                 if reads[turn] > 40 && !asked.contains(&(offset / MIB)) {
                     late[turn] += 1;
                 }
-                asked.extend(ahead.on_read(read(offset, piece, file), None));
+                asked.extend(ahead.on_read(read(offset, piece, file), None).0);
                 at[turn] += piece;
             }
             prop_assert_eq!(late, [0; 8]);
@@ -324,7 +354,7 @@ mod tests {
             let mut ahead = ReadAhead::default();
             let file = 70 * MIB + 17;
             for (offset, len) in reads {
-                let wanted = ahead.on_read(read(offset, len, file), None);
+                let (wanted, _) = ahead.on_read(read(offset, len, file), None);
                 prop_assert!(wanted.end <= 71);
                 prop_assert!(wanted.end - wanted.start <= 40);
             }

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use nix::errno::Errno;
 
-use super::{Handle, MAX_FILE_BYTES, OpenMode, Tree};
+use super::{Closed, Handle, MAX_FILE_BYTES, OpenMode, Stake, Tree};
 use crate::results::content::{Missing, Piece};
 use crate::results::namespace::Kind;
 use crate::results::outbox::PublishKind;
@@ -21,17 +21,26 @@ impl Tree {
         let file = self.names.file_mut(inode)?;
         file.opens += 1;
         if mode.write {
-            file.appending = mode.append && (file.appending || file.writers == 0);
+            // Who goes on with a torn file does not make a log of it.
+            let first = file.writers == 0 && !file.torn;
+            file.appending = mode.append && (file.appending || first);
+            if file.writers == 0 {
+                file.changes_before = file.changes;
+            }
             file.writers += 1;
         }
         self.next_handle += 1;
-        self.handles.insert(self.next_handle, Handle { inode, mode });
+        self.handles.insert(self.next_handle, Handle { inode, mode, died_at: None });
         Ok(self.next_handle)
     }
 
     fn truncate_to_nothing(&mut self, inode: u64) -> Result<(), Errno> {
-        let unchanged = self.names.file(inode)?.content.size == 0;
-        if unchanged {
+        let file = self.names.file_mut(inode)?;
+        if file.writers == 0 {
+            // Nothing is left of what a dead writer left.
+            file.torn = false;
+        }
+        if file.content.size == 0 {
             return Ok(());
         }
         self.begin(inode, true);
@@ -72,6 +81,7 @@ impl Tree {
             self.apply_size(inode, size)?;
         }
         if writers == 0 {
+            self.names.file_mut(inode)?.torn = false;
             self.end_life(inode);
         }
         Ok(())
@@ -100,6 +110,7 @@ impl Tree {
         node.mode &= 0o1777;
         if let Kind::File(file) = &mut node.kind {
             file.changed = true;
+            file.changes += 1;
             file.flushed = false;
             file.last_write = now;
         }
@@ -151,10 +162,16 @@ impl Tree {
         let file = self.names.file(inode)?;
         let unpublished = file.changed || !file.at_home;
         if unpublished && self.names.path(inode).is_some() {
-            let kind = if self.grows(inode) { PublishKind::Grown } else { PublishKind::Snapshot };
+            let kind = if self.grows(inode) { PublishKind::Grown } else { self.snapshot_kind(inode) };
             self.publish(inode, kind);
         }
         Ok(self.names.with_parents(inode).map(|inode| self.last_seq_of(inode)).max().unwrap_or(0))
+    }
+
+    /// A torn file has no writer whose release would end its life.
+    pub(super) fn snapshot_kind(&self, inode: u64) -> PublishKind {
+        let written = self.names.file(inode).is_ok_and(|file| file.writers > 0);
+        if written { PublishKind::Snapshot } else { PublishKind::Final }
     }
 
     /// A sticky error of the file.
@@ -180,14 +197,35 @@ impl Tree {
         self.handles.get(&handle).is_some_and(|handle| handle.mode.write)
     }
 
-    /// A descriptor of a writer was closed.
-    pub fn flushed(&mut self, handle: u64) {
-        let inode = self.handles.get(&handle).filter(|handle| handle.mode.write).map(|handle| handle.inode);
-        if let Some(inode) = inode
-            && let Ok(file) = self.names.file_mut(inode)
-        {
-            file.flushed = true;
+    /// What depends on how a descriptor of this handle is closed.
+    #[must_use]
+    pub fn stake(&self, handle: u64) -> Stake {
+        let Some(handle) = self.handles.get(&handle).filter(|handle| handle.mode.write) else {
+            return Stake::Nothing;
+        };
+        let Ok(file) = self.names.file(handle.inode) else { return Stake::Nothing };
+        if self.settings.outbox.is_none() {
+            return Stake::Nothing;
         }
+        match (file.changed || !file.at_home, handle.died_at) {
+            (false, _) => Stake::Nothing,
+            (true, None) => Stake::Unpublished,
+            (true, Some(_)) => Stake::Torn,
+        }
+    }
+
+    /// A descriptor of a writer was closed. After one that was killed it takes its opener, or
+    /// somebody who wrote on, to say by closing it that the file is whole: a worker that merely
+    /// inherited the descriptor of a dead parent says nothing.
+    pub fn flushed(&mut self, handle: u64, how: Closed) {
+        let Some(handle) = self.handles.get_mut(&handle).filter(|handle| handle.mode.write) else { return };
+        let Ok(file) = self.names.file_mut(handle.inode) else { return };
+        file.flushed = true;
+        handle.died_at = match (how, handle.died_at) {
+            (Closed::ByDeath, _) => Some(file.changes),
+            (Closed::ByOther, Some(at)) if at == file.changes => Some(at),
+            (Closed::ByOpener | Closed::ByOther, _) => None,
+        };
     }
 
     /// Whether the file under this name was closed and its release is still to come: a rename
@@ -221,13 +259,20 @@ impl Tree {
 
     /// The last descriptor of a handle was closed.
     pub fn release(&mut self, handle: u64) -> Result<(), Errno> {
-        let Handle { inode, mode } = self.handles.remove(&handle).ok_or(Errno::EBADF)?;
+        let Handle { inode, mode, died_at } = self.handles.remove(&handle).ok_or(Errno::EBADF)?;
         let file = self.names.file_mut(inode)?;
         file.opens = file.opens.saturating_sub(1);
         if mode.write {
             file.writers = file.writers.saturating_sub(1);
         }
         let unwritten = file.writers == 0;
+        if died_at.is_some() {
+            file.torn = true;
+            // None of those who have it open now can carry on for the dead.
+            file.changes_before = u64::MAX;
+        } else if mode.write && unwritten && file.changes > file.changes_before {
+            file.torn = false;
+        }
         // Also after a reader that created the file: nobody else will publish it.
         if unwritten && self.names.path(inode).is_some() {
             self.end_life(inode);
@@ -237,7 +282,8 @@ impl Tree {
     }
 
     /// The last writer has gone: the file's life at home ends with a final publish; after the
-    /// fence, with a partial file, unless it only ever grew or was published as it is.
+    /// fence, with a partial file, unless it only ever grew or was published as it is. Before the
+    /// fence a torn file's life goes on.
     pub(super) fn end_life(&mut self, inode: u64) {
         let Ok(file) = self.names.file(inode) else { return };
         if file.content.upload.is_none() {
@@ -248,10 +294,11 @@ impl Tree {
             return;
         };
         let whole = !file.changed && file.at_home;
-        if self.fenced && !whole && !self.grows(inode) {
-            self.abandon(inode, true, path);
-        } else {
-            self.publish(inode, PublishKind::Final);
+        let half = (self.fenced || file.torn) && !whole && !self.grows(inode);
+        match (half, self.fenced) {
+            (true, true) => self.abandon(inode, true, path),
+            (true, false) => {}
+            (false, _) => self.publish(inode, PublishKind::Final),
         }
     }
 

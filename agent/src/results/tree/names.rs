@@ -250,7 +250,8 @@ impl Tree {
         // The content goes before the name. What home never showed is published under its new
         // name only, so that no temporary name appears there.
         if at_home && unpublished && !self.fenced {
-            self.publish(inode, if grows { PublishKind::Grown } else { PublishKind::Snapshot });
+            let kind = if grows { PublishKind::Grown } else { self.snapshot_kind(inode) };
+            self.publish(inode, kind);
         }
         let shown = replaced.is_some_and(|old| self.names.file(old).map_or(true, |file| file.at_home));
         if let Some(old) = replaced {
@@ -270,7 +271,7 @@ impl Tree {
         if at_home {
             self.push(inode, Op::Renamed { from, to, no_replace: false });
         } else if !self.fenced {
-            self.publish(inode, PublishKind::Snapshot);
+            self.publish(inode, self.snapshot_kind(inode));
         }
     }
 

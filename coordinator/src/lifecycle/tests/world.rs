@@ -266,6 +266,10 @@ impl Provider for World {
     }
 }
 
+/// An agent beats at a pace of its own: home never calls, so there is nothing that it could wait for
+/// (a coordinator that has just adopted it, say, tells nobody).
+const BEAT: Duration = Duration::from_millis(2);
+
 /// Every box's agent, a step at a time, as long as there is a coordinator.
 pub(super) async fn play(world: World, desk: FrontDesk) {
     loop {
@@ -284,7 +288,7 @@ pub(super) async fn play(world: World, desk: FrontDesk) {
         for id in ids {
             step(&world, &desk, &id).await;
         }
-        tokio::time::sleep(Duration::from_millis(2)).await;
+        tokio::time::sleep(BEAT).await;
     }
 }
 
@@ -420,6 +424,7 @@ pub(super) fn spec() -> RunSpec {
         script: Some("true".to_owned()),
         argv: Vec::new(),
         workdir_changes_cap_bytes: 0,
+        trace: true,
         max_duration_ms: 60_000,
         max_cost_micros: 1_000_000_000,
         boot_timeout_ms: 60_000,

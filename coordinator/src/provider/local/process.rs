@@ -1,30 +1,62 @@
-//! The processes of a local box: started detached, found again in /proc, ended whole.
+//! The processes of a local box: started detached, told from all others by the locks that they
+//! hold on the box's life file (`limb_common::life`), ended whole.
 //!
-//! Identity is the path of the box's own directory in a process's arguments, environment, root
-//! or working directory, or being a child of such a process: it needs no pid on disk, so that no
-//! crash can lose it and no reused pid can be mistaken for it.
+//! A process belongs to a box if it holds a part of the box's life, or descends from one that
+//! does. Nothing else counts: not a working directory, not an argument, not an environment.
+//!
+//! Never: signal by a pid that was not pinned and checked after; read anything but `status` of
+//! another process, since reading most other files waits for one that hangs in an execve.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod pinned;
+
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
+use std::fs::File;
 use std::io;
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use limb_common::clock;
-use nix::sys::signal::{Signal, kill};
-use nix::sys::wait::{WaitPidFlag, waitpid};
-use nix::unistd::Pid;
+use limb_common::{clock, life};
+use nix::sys::signal::Signal;
 
-/// Between two looks at /proc while waiting for processes to go.
+use self::pinned::Pinned;
+
+/// Between two looks while waiting for processes to go.
 const POLL: Duration = Duration::from_millis(20);
 
-/// Starts the agent in its own session, with nothing of ours but its log. It is not a child that
-/// anybody waits for: `list` reaps it while this process lives, init does afterwards.
-pub(super) fn start(agent: &Path, settings: &Path, log: &Path) -> io::Result<()> {
-    let log = std::fs::OpenOptions::new().append(true).create(true).open(log)?;
+fn life_file(dir: &Path) -> PathBuf {
+    dir.join("life")
+}
+
+/// Boxes whose agent this process is starting. Nobody here may open their life file meanwhile: the
+/// child would inherit that descriptor, and lose its lock when the exec closes it.
+static STARTING: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+fn starting() -> MutexGuard<'static, BTreeSet<PathBuf>> {
+    STARTING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Starts the agent in its own session, with nothing of ours but its log and its life. It
+/// outlives this process; whoever keeps the handle collects it when it has ended.
+pub(super) fn start(agent: &Path, settings: &Path, dir: &Path) -> io::Result<Child> {
+    starting().insert(dir.to_owned());
+    let started = start_alone(agent, settings, dir);
+    starting().remove(dir);
+    started
+}
+
+fn start_alone(agent: &Path, settings: &Path, dir: &Path) -> io::Result<Child> {
+    let life = File::options().append(true).create_new(true).mode(0o600).open(life_file(dir))?;
+    // Held from before the fork: there is no moment at which the child could be missed.
+    life::begin_birth(life.as_fd())?;
+    let fd = life.as_raw_fd();
+    let log = File::options().append(true).create(true).mode(0o600).open(dir.join("agent.log"))?;
     let mut command = Command::new(agent);
     command
         .arg("run")
@@ -33,7 +65,7 @@ pub(super) fn start(agent: &Path, settings: &Path, log: &Path) -> io::Result<()>
         // A box knows nothing of home's environment.
         .env_clear()
         .env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
-        .env("LIMB_BOX", settings.parent().unwrap_or(settings))
+        .env(life::VARIABLE, fd.to_string())
         .current_dir("/")
         .stdin(Stdio::null())
         .stdout(log.try_clone()?)
@@ -43,172 +75,146 @@ pub(super) fn start(agent: &Path, settings: &Path, log: &Path) -> io::Result<()>
             command.env(name, value);
         }
     }
-    // SAFETY: setsid is async-signal-safe and touches no memory of ours.
+    // SAFETY: the calls are async-signal-safe and touch no memory of ours.
     unsafe {
-        command.pre_exec(|| nix::unistd::setsid().map(drop).map_err(io::Error::from));
+        command.pre_exec(move || {
+            #[cfg(test)]
+            super::tests::wait_before_birth();
+            nix::unistd::setsid().map_err(io::Error::from)?;
+            // What it starts stays its descendant, however it is detached.
+            nix::sys::prctl::set_child_subreaper(true).map_err(io::Error::from)?;
+            life::born(fd)
+        });
     }
-    command.spawn().map(drop)
+    command.spawn()
 }
 
-/// One look at /proc.
+/// A box's life file.
+enum Life {
+    /// Being started here and now.
+    Starting,
+    /// Nothing was ever started.
+    Never,
+    Open(File),
+}
+
+fn open(dir: &Path) -> io::Result<Life> {
+    let starting = starting();
+    if starting.contains(dir) {
+        return Ok(Life::Starting);
+    }
+    // Under the guard: a start that begins now makes the file anew.
+    match File::options().append(true).open(life_file(dir)) {
+        Ok(life) => Ok(Life::Open(life)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Life::Never),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether any process of the box is left.
+pub(super) fn lives(dir: &Path) -> io::Result<bool> {
+    match open(dir)? {
+        Life::Starting => Ok(true),
+        Life::Never => Ok(false),
+        Life::Open(life) => Ok(!life::holders(life.as_fd())?.is_empty()),
+    }
+}
+
+/// A box without processes. While it is kept, none can begin.
 #[derive(Debug)]
-pub(super) struct Table {
-    processes: BTreeMap<i32, Process>,
-}
-
-#[derive(Debug)]
-struct Process {
-    parent: i32,
-    arguments: Vec<Vec<u8>>,
-    environment: Vec<u8>,
-    places: Vec<PathBuf>,
-}
-
-impl Table {
-    pub(super) fn read() -> io::Result<Self> {
-        reap_children();
-        let mut processes = BTreeMap::new();
-        for entry in std::fs::read_dir("/proc")? {
-            let Ok(entry) = entry else { continue };
-            let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else {
-                continue;
-            };
-            // A process that ends while we look is one that is gone.
-            if let Some(process) = read_process(&entry.path()) {
-                processes.insert(pid, process);
-            }
-        }
-        Ok(Self { processes })
-    }
-
-    /// The agents that were started with this settings file.
-    pub(super) fn agents(&self, settings: &Path) -> Vec<i32> {
-        let wanted = settings.as_os_str().as_bytes();
-        self.processes
-            .iter()
-            .filter(|(_, process)| process.arguments.iter().any(|argument| argument == wanted))
-            .map(|(pid, _)| *pid)
-            .collect()
-    }
-
-    /// Every process of the box in `dir`: those that name it, and all that they started.
-    fn of_box(&self, dir: &Path) -> BTreeSet<i32> {
-        let own = i32::try_from(std::process::id()).unwrap_or(0);
-        let needle = dir.as_os_str().as_bytes();
-        let mut found: BTreeSet<i32> = self
-            .processes
-            .iter()
-            .filter(|(pid, process)| **pid != own && **pid > 1 && process.names(dir, needle))
-            .map(|(pid, _)| *pid)
-            .collect();
-        loop {
-            let children: Vec<i32> = self
-                .processes
-                .iter()
-                .filter(|(pid, process)| found.contains(&process.parent) && !found.contains(pid))
-                .map(|(pid, _)| *pid)
-                .collect();
-            if children.is_empty() {
-                return found;
-            }
-            found.extend(children);
-        }
-    }
-}
-
-impl Process {
-    fn names(&self, dir: &Path, needle: &[u8]) -> bool {
-        let is_agent = self.arguments.iter().any(|argument| is_below(argument, needle))
-            && self.arguments.first().is_some_and(|first| first.ends_with(b"limb-agent"));
-        is_agent
-            || self
-                .environment
-                .split(|byte| *byte == 0)
-                .filter_map(|pair| pair.splitn(2, |byte| *byte == b'=').nth(1))
-                .any(|value| is_below(value, needle))
-            || self.places.iter().any(|place| place.starts_with(dir))
-    }
-}
-
-/// `value` is `dir` or something under it.
-fn is_below(value: &[u8], dir: &[u8]) -> bool {
-    value.strip_prefix(dir).is_some_and(|rest| rest.is_empty() || rest.starts_with(b"/"))
-}
-
-fn read_process(proc: &Path) -> Option<Process> {
-    let stat = std::fs::read(proc.join("stat")).ok()?;
-    // The name may contain anything, also spaces and brackets: fields count from the last `)`.
-    let tail = stat.rsplit(|byte| *byte == b')').next()?;
-    let mut fields = std::str::from_utf8(tail).ok()?.split_ascii_whitespace();
-    let state = fields.next()?;
-    if state == "Z" || state == "X" {
-        return None;
-    }
-    let parent = fields.next()?.parse().ok()?;
-    let cmdline = std::fs::read(proc.join("cmdline")).unwrap_or_default();
-    let places = ["cwd", "root"].iter().filter_map(|name| std::fs::read_link(proc.join(name)).ok()).collect();
-    Some(Process {
-        parent,
-        arguments: cmdline.split(|byte| *byte == 0).map(<[u8]>::to_vec).collect(),
-        environment: std::fs::read(proc.join("environ")).unwrap_or_default(),
-        places,
-    })
-}
-
-/// Collects agents that ended and are still our children. Only pids that /proc shows as zombies
-/// of ours with the agent's name: other parts of the program wait for their own children.
-fn reap_children() {
-    let own = std::process::id();
-    let Ok(threads) = std::fs::read_dir("/proc/self/task") else { return };
-    for thread in threads.flatten() {
-        let Ok(children) = std::fs::read_to_string(thread.path().join("children")) else { continue };
-        for pid in children.split_ascii_whitespace().filter_map(|pid| pid.parse::<i32>().ok()) {
-            let comm = std::fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
-            if comm.starts_with(b"limb-agent") && pid.unsigned_abs() != own {
-                // An agent that still runs stays; one that somebody else collected is gone.
-                let _unused: nix::Result<_> = waitpid(Pid::from_raw(pid), Some(WaitPidFlag::WNOHANG));
-            }
-        }
-    }
+pub(super) struct Sealed {
+    _life: Option<File>,
 }
 
 /// Ends every process of the box: politely first, so that the agent can unmount and wipe.
-pub(super) fn end(dir: &Path, term_grace: Duration, kill_grace: Duration) -> io::Result<()> {
-    let agents = Table::read()?.agents(&dir.join("settings.json"));
-    signal(agents.into_iter(), Signal::SIGTERM);
-    if wait_until_none(dir, term_grace, None)? {
-        return Ok(());
+pub(super) fn end(dir: &Path, term_grace: Duration, kill_grace: Duration) -> io::Result<Sealed> {
+    let life = match open(dir)? {
+        Life::Starting => return Err(io::Error::other("it is being started")),
+        Life::Never => return Ok(Sealed { _life: None }),
+        Life::Open(life) => life,
+    };
+    let mut family = Family { life: &life, members: Vec::new(), asked: Vec::new() };
+    if family.wait_until_gone(term_grace, Family::ask)? || family.wait_until_gone(kill_grace, Family::kill)? {
+        return Ok(Sealed { _life: Some(life) });
     }
-    if wait_until_none(dir, kill_grace, Some(Signal::SIGKILL))? {
-        return Ok(());
-    }
-    let left = Table::read()?.of_box(dir);
-    Err(io::Error::other(format!("processes {left:?} ignore SIGKILL")))
+    Err(io::Error::other(format!("{} ignore SIGKILL", family.names()?)))
 }
 
-/// Whether none is left within `limit`. Signals go out again in each round: a fork bomb needs
-/// more than one.
-fn wait_until_none(dir: &Path, limit: Duration, with: Option<Signal>) -> io::Result<bool> {
-    let deadline = clock::boottime() + limit;
-    loop {
-        let left = Table::read()?.of_box(dir);
-        if left.is_empty() {
-            return Ok(true);
-        }
-        if clock::boottime() >= deadline {
-            return Ok(false);
-        }
-        if let Some(with) = with {
-            signal(left.into_iter(), with);
-        }
-        std::thread::sleep(POLL);
-    }
+/// All who must go.
+struct Family<'a> {
+    life: &'a File,
+    members: Vec<Pinned>,
+    /// Agents that got their SIGTERM.
+    asked: Vec<i32>,
 }
 
-fn signal(pids: impl Iterator<Item = i32>, with: Signal) {
-    for pid in pids {
-        // One that is gone already is what we want.
-        let _unused: nix::Result<()> = kill(Pid::from_raw(pid), with);
+impl Family<'_> {
+    fn wait_until_gone(
+        &mut self,
+        limit: Duration,
+        step: fn(&mut Self) -> io::Result<()>,
+    ) -> io::Result<bool> {
+        let deadline = clock::boottime() + limit;
+        loop {
+            step(self)?;
+            self.members.retain(Pinned::is_alive);
+            if self.members.is_empty() && life::seal(self.life.as_fd())? {
+                return Ok(true);
+            }
+            if clock::boottime() >= deadline {
+                return Ok(false);
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// Those who hold a part of the life, each for certain: it held one before and after.
+    fn holders(&self, agents_only: bool) -> io::Result<Vec<Pinned>> {
+        let pids = |holders: Vec<life::Holder>| -> Vec<i32> {
+            holders.iter().filter(|holder| holder.is_agent || !agents_only).filter_map(|h| h.pid).collect()
+        };
+        let seen = pids(life::holders(self.life.as_fd())?);
+        let pinned: Vec<Pinned> = seen.into_iter().filter_map(Pinned::new).collect();
+        let still = pids(life::holders(self.life.as_fd())?);
+        Ok(pinned.into_iter().filter(|process| still.contains(&process.pid())).collect())
+    }
+
+    /// SIGTERM once to each agent that shows up: one may be on its way to its birth.
+    fn ask(&mut self) -> io::Result<()> {
+        for agent in self.holders(true)? {
+            if !self.asked.contains(&agent.pid()) {
+                agent.signal(Signal::SIGTERM);
+                self.asked.push(agent.pid());
+            }
+        }
+        Ok(())
+    }
+
+    /// SIGKILL to everybody, again and again. The agent stands still first, so that what it
+    /// started stays its descendant until all are known.
+    fn kill(&mut self) -> io::Result<()> {
+        let holders = self.holders(false)?;
+        for agent in self.holders(true)? {
+            agent.signal(Signal::SIGSTOP);
+        }
+        let roots: Vec<i32> = holders.iter().map(Pinned::pid).collect();
+        let descendants = pinned::descendants(&roots)?;
+        for process in descendants.into_iter().chain(holders) {
+            process.signal(Signal::SIGKILL);
+            if !self.members.iter().any(|known| known.pid() == process.pid()) {
+                self.members.push(process);
+            }
+        }
+        Ok(())
+    }
+
+    fn names(&self) -> io::Result<String> {
+        let hidden = life::holders(self.life.as_fd())?.iter().filter(|holder| holder.pid.is_none()).count();
+        let pids: Vec<i32> = self.members.iter().map(Pinned::pid).collect();
+        Ok(match hidden {
+            0 => format!("processes {pids:?}"),
+            _ => format!("processes {pids:?} and {hidden} that cannot be seen from here"),
+        })
     }
 }
 
@@ -245,11 +251,5 @@ mod tests {
     fn mountinfo_paths_are_unescaped() {
         assert_eq!(unescape(r"/a\040b\134c"), PathBuf::from(r"/a b\c"));
         assert_eq!(unescape(r"/plain\"), PathBuf::from(r"/plain\"));
-    }
-
-    #[test]
-    fn a_box_is_not_mistaken_for_one_with_a_longer_name() {
-        assert!(is_below(b"/x/box/private", b"/x/box") && is_below(b"/x/box", b"/x/box"));
-        assert!(!is_below(b"/x/box2", b"/x/box"));
     }
 }

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
 use limb_common::chunk::{Position, value_of};
+use limb_common::task::Task;
 use limb_proto::v1::results_client::ResultsClient;
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Channel, Server};
 
