@@ -40,17 +40,8 @@ fn random_scripts_arrive_whole() {
 }
 
 /// A file made by a reader was never published; an fsync after its directory was renamed; a copy
-/// that was written where the owner looks.
+/// that was written where the owner looks; bytes that the link forgot between a look and a write.
 #[test]
 fn seeds_that_failed_once() {
-    play_all([10, 175, 14, 68].into_iter());
-}
-
-/// A file with two names that is changed in place: fails in about one run of six, and nobody knows
-/// why yet (CHANGELOG, known limits). In `make test-long` only, until it is fixed.
-#[test]
-fn the_seed_that_fails_at_times() {
-    if std::env::var_os("LIMB_TEST_LONG").is_some() {
-        play_all(std::iter::once(62));
-    }
+    play_all([10, 175, 14, 68, 62].into_iter());
 }

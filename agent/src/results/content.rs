@@ -138,6 +138,17 @@ impl Content {
         Some(Missing { index, from })
     }
 
+    /// As [`Self::missing`]; what is in memory stays there until it is used. The link forgets
+    /// acknowledged bytes at any moment, also between this and the write.
+    fn hold(&mut self, index: u64) -> Option<Missing> {
+        if let Some(Slot::Sealed(chunk)) = self.slots.get(&index)
+            && let Some(bytes) = chunk.bytes()
+        {
+            self.loaded.insert(index, bytes);
+        }
+        self.missing(index)
+    }
+
     /// Chunks whose name would not fit any more if the file had this size.
     fn misfits(&self, size: u64) -> impl Iterator<Item = u64> + use<> {
         let last = |size: u64| chunk_count(size).saturating_sub(1);
@@ -155,11 +166,11 @@ impl Content {
         at.into_iter()
     }
 
-    pub(crate) fn missing_for_resize(&self, size: u64) -> Vec<Missing> {
-        self.misfits(size).filter_map(|index| self.missing(index)).collect()
+    pub(crate) fn missing_for_resize(&mut self, size: u64) -> Vec<Missing> {
+        self.misfits(size).filter_map(|index| self.hold(index)).collect()
     }
 
-    pub(crate) fn missing_for_write(&self, offset: u64, len: usize) -> Vec<Missing> {
+    pub(crate) fn missing_for_write(&mut self, offset: u64, len: usize) -> Vec<Missing> {
         let end = offset + len as u64;
         let mut wanted: Vec<u64> = self.misfits(self.size.max(end)).collect();
         for index in touched_chunks(offset, end) {
@@ -176,24 +187,15 @@ impl Content {
             let start = index * CHUNK_BYTES_U64;
             !(offset <= start && end >= start + u64::from(chunk_len(self.size.max(end), *index)))
         });
-        wanted.into_iter().filter_map(|index| self.missing(index)).collect()
+        wanted.into_iter().filter_map(|index| self.hold(index)).collect()
     }
 
-    /// What only home has: it will not keep it once the file has lost its name there.
-    pub(crate) fn missing_for_pin(&self) -> Vec<Missing> {
+    /// Keeps what is in memory there for as long as the file is. What only home has is missing:
+    /// it will not keep it once the file has lost its name there.
+    pub(crate) fn pin(&mut self) -> Vec<Missing> {
         let sealed = self.slots.iter().filter(|(_, slot)| matches!(slot, Slot::Sealed(_)));
-        sealed.filter_map(|(index, _)| self.missing(*index)).collect()
-    }
-
-    /// Keeps what is in memory there for as long as the file is.
-    pub(crate) fn pin(&mut self) {
-        for (index, slot) in &self.slots {
-            if let Slot::Sealed(chunk) = slot
-                && let Some(bytes) = chunk.bytes()
-            {
-                self.loaded.insert(*index, bytes);
-            }
-        }
+        let sealed: Vec<u64> = sealed.map(|(index, _)| *index).collect();
+        sealed.into_iter().filter_map(|index| self.hold(index)).collect()
     }
 
     /// Takes fetched bytes, if the slot is still the one that they were fetched for.
@@ -208,7 +210,7 @@ impl Content {
         }
     }
 
-    /// Makes a chunk writable. Its bytes are there: the caller has loaded what was missing, or
+    /// Makes a chunk writable. Its bytes are held: the caller has loaded what was missing, or
     /// overwrites all of it.
     fn dirty(&mut self, index: u64, budget: &Arc<Budget>) -> (&mut Vec<u8>, &mut Charge) {
         let loaded = self.loaded.remove(&index);
@@ -217,7 +219,7 @@ impl Content {
         let old = match slot {
             Slot::Dirty { .. } => None,
             Slot::Lower(_) => Some(loaded.unwrap_or_default()),
-            Slot::Sealed(chunk) => Some(chunk.bytes().or(loaded).unwrap_or_default()),
+            Slot::Sealed(chunk) => Some(loaded.or_else(|| chunk.bytes()).unwrap_or_default()),
         };
         if let Some(old) = old {
             let mut bytes = old.to_vec();
@@ -380,4 +382,58 @@ fn touched_chunks(offset: u64, end: u64) -> std::ops::Range<u64> {
 /// Offsets inside a chunk or a request: always small.
 fn usize_of(value: u64) -> usize {
     usize::try_from(value).unwrap_or(usize::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OUTPUT: OutputNumber = OutputNumber(0);
+
+    /// A content whose one chunk is at home and still in memory.
+    fn published(bytes: &[u8], budget: &Arc<Budget>) -> (Content, Arc<SealedChunk>) {
+        let mut content = Content::empty();
+        content.begin(1, false);
+        content.write(0, bytes, budget);
+        let chunk = content.seal(OUTPUT, 0).expect("it is dirty");
+        assert!(chunk.subtree_value().is_some());
+        chunk.settle(true);
+        content.finish();
+        content.begin(2, false);
+        (content, chunk)
+    }
+
+    fn all(content: &Content) -> Vec<u8> {
+        let pieces = content.read(0, usize_of(content.size)).into_iter();
+        let bytes = pieces.map(|piece| match piece {
+            Piece::Zeros(len) => vec![0; len],
+            Piece::Bytes(bytes) => bytes.to_vec(),
+            Piece::Missing { .. } => panic!("it was just written"),
+        });
+        bytes.flatten().collect()
+    }
+
+    /// The link acknowledges, and memory is short, between the look and the write: the old bytes
+    /// were taken for zeros, and home got those.
+    #[test]
+    fn bytes_that_were_there_at_the_look_are_there_at_the_write() {
+        let budget = Budget::new(1 << 30);
+        let (mut content, chunk) = published(b"old bytes", &budget);
+        assert!(content.missing_for_write(4, 1).is_empty());
+        chunk.forget_bytes();
+        content.write(4, b"B", &budget);
+        assert_eq!(all(&content), b"old Bytes");
+
+        let (mut content, chunk) = published(b"old bytes", &budget);
+        assert!(content.missing_for_write(CHUNK_BYTES_U64, 1).is_empty(), "a chunk that grows");
+        chunk.forget_bytes();
+        content.write(CHUNK_BYTES_U64, b"B", &budget);
+        assert_eq!(&all(&content)[..9], b"old bytes");
+
+        let (mut content, chunk) = published(b"old bytes", &budget);
+        assert!(content.missing_for_resize(3).is_empty());
+        chunk.forget_bytes();
+        content.resize(3, &budget);
+        assert_eq!(all(&content), b"old");
+    }
 }

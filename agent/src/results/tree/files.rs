@@ -48,17 +48,20 @@ impl Tree {
     }
 
     /// What must be fetched before [`Self::resize`] to this size.
-    pub(crate) fn missing_for_resize(&self, inode: u64, size: u64) -> Result<Vec<Missing>, Errno> {
-        Ok(self.names.file(inode)?.content.missing_for_resize(size))
+    pub(crate) fn missing_for_resize(&mut self, inode: u64, size: u64) -> Result<Vec<Missing>, Errno> {
+        Ok(self.names.file_mut(inode)?.content.missing_for_resize(size))
     }
 
     pub(crate) fn missing_for_write(
-        &self,
+        &mut self,
         inode: u64,
         offset: u64,
         len: usize,
     ) -> Result<Vec<Missing>, Errno> {
-        Ok(self.names.file(inode)?.content.missing_for_write(offset, len))
+        let old = self.names.file(inode)?.content.size;
+        // What will be refused needs, and holds, nothing.
+        self.check_growth(end_of(offset, len)?.saturating_sub(old))?;
+        Ok(self.names.file_mut(inode)?.content.missing_for_write(offset, len))
     }
 
     pub(crate) fn install(&mut self, inode: u64, missing: &Missing, bytes: Bytes) {
@@ -120,8 +123,7 @@ impl Tree {
 
     /// Writes; nothing is missing and there is room in the budget.
     pub(crate) fn write(&mut self, inode: u64, offset: u64, data: &[u8]) -> Result<(), Errno> {
-        let end = offset.checked_add(data.len() as u64).filter(|end| *end <= MAX_FILE_BYTES);
-        let end = end.ok_or(Errno::EFBIG)?;
+        let end = end_of(offset, data.len())?;
         let old = self.names.file(inode)?.content.size;
         self.check_growth(end.saturating_sub(old))?;
         if data.is_empty() {
@@ -247,8 +249,7 @@ impl Tree {
         if !last || file.opens == 0 || file.content.size > MAX_PINNED_BYTES {
             return None;
         }
-        file.content.pin();
-        Some((inode, file.content.missing_for_pin())).filter(|(_, missing)| !missing.is_empty())
+        Some((inode, file.content.pin())).filter(|(_, missing)| !missing.is_empty())
     }
 
     /// Whether any handle may still write.
@@ -318,4 +319,9 @@ impl Tree {
             }
         }
     }
+}
+
+/// Where a write ends.
+fn end_of(offset: u64, len: usize) -> Result<u64, Errno> {
+    offset.checked_add(len as u64).filter(|end| *end <= MAX_FILE_BYTES).ok_or(Errno::EFBIG)
 }
