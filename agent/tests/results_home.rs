@@ -397,6 +397,19 @@ async fn a_refused_publish_is_an_error_of_that_file_only() {
     assert_eq!((refusals[0].path.as_slice(), refusals[0].errno), (&b"bad"[..], libc::EDQUOT));
 }
 
+/// A job that finds the disk full, removes its file and goes on has lost nothing.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refused_file_that_the_job_removes_is_no_loss() {
+    let rig = rig(Vec::new(), WIDE, None).await;
+    rig.home.0.refuse.lock().unwrap().insert(b"bad".to_vec(), libc::ENOSPC);
+    let (bad, handle) = write_file(&rig.output, b"bad", b"xyz").await;
+    assert_eq!(rig.output.sync(bad).await, Err(Errno::ENOSPC));
+    rig.output.tree().release(handle).unwrap();
+    rig.home.0.refuse.lock().unwrap().clear();
+    rig.output.tree().unlink(1, b"bad").unwrap();
+    assert!(rig.outbox.drain(Duration::from_secs(10)).await.complete);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_drain_that_runs_out_of_time_names_what_is_not_home() {
     let rig = rig(Vec::new(), WIDE, None).await;

@@ -96,6 +96,20 @@ enum Item {
     Entry { seq: u64, output: OutputNumber, inode: u64, op: Arc<Op> },
 }
 
+/// What fsync says of a file until it is written anew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Sticky {
+    errno: Errno,
+    /// The file's life at home that it is about; `None`: its names or attributes.
+    life: Option<u64>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Superseded {
+    below: u64,
+    until_seq: u64,
+}
+
 #[derive(Debug, Default)]
 struct Log {
     items: VecDeque<Item>,
@@ -107,7 +121,10 @@ struct Log {
     unacknowledged: HashMap<ChunkKey, Weak<SealedChunk>>,
     clean: VecDeque<Weak<SealedChunk>>,
     clean_bytes: u64,
-    errors: BTreeMap<(OutputNumber, u64), Errno>,
+    errors: BTreeMap<(OutputNumber, u64), Sticky>,
+    /// Files whose lives below a number are over and built upon by nobody, until home has
+    /// answered the last entry about them.
+    superseded: HashMap<(OutputNumber, u64), Superseded>,
     kept_partial: Vec<String>,
     bytes_stored: u64,
     files_published: u64,
@@ -199,11 +216,24 @@ impl Outbox {
 
     /// A sticky error of this inode.
     pub(crate) fn error_of(&self, output: OutputNumber, inode: u64) -> Option<Errno> {
-        self.lock().errors.get(&(output, inode)).copied()
+        self.lock().errors.get(&(output, inode)).map(|sticky| sticky.errno)
     }
 
     pub(crate) fn clear_error(&self, output: OutputNumber, inode: u64) {
         self.lock().errors.remove(&(output, inode));
+    }
+
+    /// Nobody needs the file's lives below this number any more, whatever home said, or will still
+    /// say, of them: it was started over, or is gone.
+    pub(crate) fn supersede(&self, output: OutputNumber, inode: u64, below: u64) {
+        let (mut log, key) = (self.lock(), (output, inode));
+        if log.errors.get(&key).is_some_and(|sticky| sticky.life.is_some_and(|life| life < below)) {
+            log.errors.remove(&key);
+        }
+        let until_seq = log.last_seq;
+        if until_seq > log.durable_seq {
+            log.superseded.insert(key, Superseded { below, until_seq });
+        }
     }
 
     /// Waits until home has everything up to `seq` on disk.
@@ -295,8 +325,14 @@ impl Outbox {
         });
         let Some((output, inode, op)) = found.filter(|_| seq > log.durable_seq) else { return };
         let errno_kind = Errno::from_raw(errno);
-        let known = if errno_kind == Errno::UnknownErrno { Errno::EIO } else { errno_kind };
-        let first = log.errors.insert((output, inode), known) != Some(known);
+        let errno_known = if errno_kind == Errno::UnknownErrno { Errno::EIO } else { errno_kind };
+        let (key, sticky) = ((output, inode), Sticky { errno: errno_known, life: op.life() });
+        let over = |life| log.superseded.get(&key).is_some_and(|superseded| life < superseded.below);
+        if sticky.life.is_some_and(over) {
+            tracing::debug!(seq, errno, detail, "home refused what nobody needs any more");
+            return;
+        }
+        let first = log.errors.insert(key, sticky) != Some(sticky);
         drop(log);
         if first {
             let (path, detail) = (op.path().to_vec(), detail.to_owned());
@@ -324,6 +360,7 @@ impl Outbox {
         }
         log.files_published += published;
         log.durable_seq = seq;
+        log.superseded.retain(|_, superseded| superseded.until_seq > seq);
         log.trim();
         drop(log);
         self.durable.send_replace(seq);
@@ -403,6 +440,22 @@ impl Log {
 }
 
 impl Op {
+    /// The life of a file at home whose content it is about.
+    fn life(&self) -> Option<u64> {
+        match self {
+            Self::Created { file, .. }
+            | Self::Abandoned { file, .. }
+            | Self::Published(Publish { file, .. }) => Some(*file),
+            Self::Renamed { .. }
+            | Self::Removed { .. }
+            | Self::DirectoryMade { .. }
+            | Self::SymlinkMade { .. }
+            | Self::HardLinkMade { .. }
+            | Self::AttributesSet { .. }
+            | Self::XattrSet { .. } => None,
+        }
+    }
+
     /// The name that an error about it should show.
     #[must_use]
     pub fn path(&self) -> &[u8] {
@@ -433,6 +486,41 @@ pub fn lower_inode(base: FileBase) -> Option<Inode> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Home is slow to refuse: by then the file was written anew, or is gone. Its error would fail
+    /// an fsync of other bytes, or the whole run.
+    #[test]
+    fn a_late_refusal_of_what_nobody_needs_is_no_error() {
+        const OUTPUT: OutputNumber = OutputNumber(0);
+        let settings = OutboxSettings { dirty_bytes: 1 << 20, clean_bytes: 0 };
+        let outbox = Outbox::new(settings, Box::new(|_| {}), CancellationToken::new());
+        let created = |inode, file| {
+            let base = Base::Nothing;
+            outbox.push(OUTPUT, inode, Op::Created { file, path: b"x".to_vec(), mode: 0o600, base })
+        };
+        let full = Errno::ENOSPC as i32;
+        let [old, other] = [created(7, 1), created(8, 2)];
+        outbox.supersede(OUTPUT, 7, 3);
+        let new = created(7, 3);
+        outbox.entry_refused(old, full, "");
+        outbox.entry_refused(other, full, "");
+        assert_eq!((outbox.error_of(OUTPUT, 7), outbox.error_of(OUTPUT, 8)), (None, Some(Errno::ENOSPC)));
+        // Its own refusal counts.
+        outbox.entry_refused(new, full, "");
+        assert_eq!(outbox.error_of(OUTPUT, 7), Some(Errno::ENOSPC));
+        // A file that is gone: refused before, or after.
+        let path = b"x".to_vec();
+        let removed = outbox.push(OUTPUT, 8, Op::Removed { path, directory: false });
+        outbox.supersede(OUTPUT, 7, u64::MAX);
+        outbox.supersede(OUTPUT, 8, u64::MAX);
+        outbox.entry_refused(new, full, "");
+        assert_eq!((outbox.error_of(OUTPUT, 7), outbox.error_of(OUTPUT, 8)), (None, None));
+        // That it is still there is worth saying.
+        outbox.entry_refused(removed, Errno::EISDIR as i32, "");
+        assert_eq!(outbox.error_of(OUTPUT, 8), Some(Errno::EISDIR));
+        outbox.durable_up_to(removed);
+        assert!(outbox.lock().superseded.is_empty());
+    }
 
     /// What is added while the reader finds nothing must still be sent: a skipped entry would
     /// leave its fsync waiting for ever.

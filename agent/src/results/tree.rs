@@ -331,6 +331,9 @@ impl Tree {
         let id = outbox.new_file();
         let base = file.content.begin(id, fresh);
         outbox.clear_error(self.settings.output, inode);
+        if base == super::content::Base::Nothing {
+            outbox.supersede(self.settings.output, inode, id);
+        }
         self.push(inode, Op::Created { file: id, path, mode, base });
     }
 

@@ -10,7 +10,9 @@ use limb_common::clock;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
-use super::disk::{Directories, Disk, DiskError, Ident, Kind, Over, Seen, look, open_in, user_xattrs};
+use super::disk::{
+    Directories, Disk, DiskError, Ident, Kind, Over, Seen, look, look_at_open, open_in, user_xattrs,
+};
 use super::effect::{After, Effect, Intent, Where, Written};
 use super::entry::Refusal;
 use super::names::{ResultPath, with_ending};
@@ -341,11 +343,22 @@ impl Executor<'_> {
         self.overlay.changes(what.ident, Some(what.size), what.mtime_ns);
         let Some((parent, parsed, visible)) = self.open_own(output, path, what.ident)? else { return Ok(()) };
         let source = open_in(&output.limb, part, OFlag::O_RDONLY)?;
-        self.disk.copy(&source, &visible, from, what.size)?;
-        self.disk.set_len(&visible, what.size)?;
-        self.disk.set_mode(&visible, file_mode(what.mode))?;
-        self.disk.set_mtime(parent.as_fd(), parsed.name(), what.mtime_ns)?;
-        self.disk.sync(&visible)?;
+        let before = look_at_open(&visible)?;
+        let append = || {
+            self.disk.copy(&source, &visible, from, what.size)?;
+            self.disk.set_len(&visible, what.size)?;
+            self.disk.set_mode(&visible, file_mode(what.mode))?;
+            self.disk.set_mtime(parent.as_fd(), parsed.name(), what.mtime_ns)?;
+            self.disk.sync(&visible)
+        };
+        if let Err(error) = append() {
+            if matches!(error, DiskError::Os(_)) && before.size == from {
+                // Longer than it is known to be, it would be taken for the owner's.
+                self.disk.set_len(&visible, from)?;
+                self.disk.set_mtime(parent.as_fd(), parsed.name(), before.mtime_ns)?;
+            }
+            return Err(error.into());
+        }
         self.overlay.put(output.number, path, Some(Owned::after(what, after)));
         Ok(())
     }

@@ -109,3 +109,30 @@ async fn a_removal_gives_its_room_to_the_publish_behind_it() {
     assert!(nothing_was_refused(&acks), "{acks:?}");
     assert_eq!(tree(&bench.dest), [("new".to_owned(), content)].into());
 }
+
+/// A log grows where the owner looks until the disk is full: it stays what it was, and grows on
+/// once there is room.
+#[tokio::test]
+async fn a_file_that_cannot_grow_stays_what_it_was() {
+    let Some((mut bench, _mounted)) = small_disk(8 * CHUNK_BYTES as u64).await else { return };
+    let whole = bytes(3 * CHUNK_BYTES, 1);
+    let first = &whole[..CHUNK_BYTES / 2];
+    let mut items = vec![bench.entry(created(1, "log"))];
+    items.extend(chunks(1, 1, first));
+    items.push(bench.entry(published(1, "log", first, PublishKind::Grown)));
+    assert!(nothing_was_refused(&bench.feed(items).await));
+    // The part has room for all of it, what the owner sees has not.
+    assert!(nothing_was_refused(&bench.feed(chunks(1, 2, &whole)).await));
+    let full = bench.dest.join("full");
+    let ballast = |mib: usize| std::fs::write(&full, bytes(mib * CHUNK_BYTES, 3));
+    ballast(4).expect("8 MiB, half a MiB of log, 3 MiB of part");
+    let grown = |bench: &mut Bench| vec![bench.entry(published(1, "log", &whole, PublishKind::Grown))];
+    let items = grown(&mut bench);
+    let acks = bench.feed(items).await;
+    assert_eq!(acks.refused.iter().map(|refusal| refusal.errno).collect::<Vec<_>>(), [Errno::ENOSPC as i32]);
+    assert!(bench.read("log") == first, "it has {} bytes", bench.read("log").len());
+    std::fs::remove_file(&full).unwrap();
+    let items = grown(&mut bench);
+    assert!(nothing_was_refused(&bench.feed(items).await));
+    assert!(tree(&bench.dest) == [("log".to_owned(), whole)].into(), "something else stands there");
+}

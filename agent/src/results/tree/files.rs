@@ -313,6 +313,9 @@ impl Tree {
         }
         if let Some(node) = self.names.collect(inode) {
             self.unsettled.remove(&inode);
+            if let Some(outbox) = &self.settings.outbox {
+                outbox.supersede(self.settings.output, inode, u64::MAX);
+            }
             self.used_inodes = self.used_inodes.saturating_sub(1);
             if let Kind::File(file) = &node.kind {
                 self.used_bytes = self.used_bytes.saturating_sub(file.content.size);
