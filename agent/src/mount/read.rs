@@ -8,6 +8,7 @@
 
 mod adapter;
 mod ahead;
+mod killed;
 mod tour;
 mod tree;
 
@@ -128,7 +129,7 @@ impl ReadFs {
         Self { core: Arc::new(core), runtime, granted: InitFlags::empty() }
     }
 
-    fn answer_read(&self, inode: Inode, offset: u64, len: u64, reply: ReplyData) {
+    fn answer_read(&self, thread: u32, inode: Inode, offset: u64, len: u64, reply: ReplyData) {
         let parts = match self.core.tree.span(inode, offset, len) {
             Ok(parts) => parts,
             Err(error) => return reply.error(adapter::errno(error)),
@@ -141,7 +142,7 @@ impl ReadFs {
         if pieces.iter().any(|piece| matches!(piece, Piece::Coming(_))) {
             let core = Arc::clone(&self.core);
             let _runtime = self.runtime.enter();
-            task::detach("read", async move { core.answer_later(inode, pieces, reply).await });
+            task::detach("read", async move { core.answer_later(thread, inode, pieces, reply).await });
             return;
         }
         let ready = pieces.into_iter().filter_map(|piece| match piece {
@@ -225,7 +226,7 @@ impl Core {
         }
     }
 
-    async fn answer_later(&self, inode: Inode, pieces: Vec<Piece>, reply: ReplyData) {
+    async fn answer_later(&self, thread: u32, inode: Inode, pieces: Vec<Piece>, reply: ReplyData) {
         let waited = join_all(pieces.into_iter().map(|piece| async move {
             Ok::<_, FetchError>(match piece {
                 Piece::Zeros(len) => Ready::Zeros(len),
@@ -236,6 +237,8 @@ impl Core {
         let ready = tokio::select! {
             biased;
             () = self.stop.cancelled() => Err(FetchError::Closed),
+            // It hears no answer; who shares its pages asks for them again.
+            () = killed::killed(thread) => return reply.error(fuser::Errno::EINTR),
             ready = waited => ready.into_iter().collect::<Result<Vec<_>, _>>(),
         };
         match ready {

@@ -153,7 +153,7 @@ impl Filesystem for ReadFs {
 
     fn read(
         &self,
-        _request: &Request,
+        request: &Request,
         inode: INodeNo,
         _fh: FileHandle,
         offset: u64,
@@ -162,7 +162,7 @@ impl Filesystem for ReadFs {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        self.answer_read(Inode(inode.0), offset, u64::from(size), reply);
+        self.answer_read(request.pid(), Inode(inode.0), offset, u64::from(size), reply);
     }
 
     fn opendir(&self, _request: &Request, _inode: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
