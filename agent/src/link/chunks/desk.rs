@@ -4,8 +4,8 @@
 //! A lane is one stream on a connection of its own. An ask waits here until a lane has room for
 //! it, so that a lane that became slow gets less; demand never waits for room.
 //!
-//! Invariant: an ask is waiting or on one lane, or, where a lane went silent under demand, on
-//! two; the first answer counts.
+//! Invariant: an ask is waiting, or was said once, or, where nothing came of it under demand, twice;
+//! the first answer counts.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
@@ -65,6 +65,8 @@ struct Sent {
     lane: usize,
     id: u64,
     at: Duration,
+    /// The last piece of it.
+    heard_at: Duration,
     /// On the wire.
     expected_bytes: u64,
     arrived_bytes: u64,
@@ -290,12 +292,13 @@ impl Desk {
         open.sent.push(Sent::new(lane_number, id, now, expected_bytes));
     }
 
-    /// Takes an ask back from its lanes, but not from `answered`, which has nothing left to send.
-    fn take_back(&mut self, open: &Open, answered: Option<usize>) {
+    /// Takes an ask back from its lanes, but not what is `answered` (lane and id), of which nothing
+    /// is left to send.
+    fn take_back(&mut self, open: &Open, answered: Option<(usize, u64)>) {
         for sent in &open.sent {
             let Some(lane) = self.lanes.get_mut(sent.lane) else { continue };
             lane.forget(sent);
-            if answered != Some(sent.lane) {
+            if answered != Some((sent.lane, sent.id)) {
                 lane.cancel(sent.id);
             }
         }
@@ -312,12 +315,14 @@ impl Desk {
         if piece.counted {
             lane.counted_bytes += arrived;
         }
-        let number = lane.by_id.get(&piece.id).copied();
+        let id = piece.id;
+        let number = lane.by_id.get(&id).copied();
         let own = |sent: &&mut Sent| sent.lane == lane_number && sent.id == piece.id;
         let sent = number.and_then(|number| self.asks.get_mut(&number)?.sent.iter_mut().find(own));
         if let Some(sent) = sent {
             let before = sent.left_bytes();
             sent.arrived_bytes += arrived;
+            sent.heard_at = now;
             lane.owed_bytes = lane.owed_bytes.saturating_sub(before - sent.left_bytes());
         }
         let owed = self.lanes.iter().map(|lane| lane.owed_bytes).sum();
@@ -340,15 +345,15 @@ impl Desk {
             }
             let Some(open) = self.asks.remove(&number) else { return };
             // A garbled answer may go on.
-            self.take_back(&open, last.then_some(lane_number));
+            self.take_back(&open, last.then_some((lane_number, id)));
             // The asker may be gone since.
             let _gone: Result<(), _> = open.tell.send(answer);
         }
     }
 
-    /// Forgets what nobody waits for, and asks elsewhere for what a silent lane owes to somebody
-    /// who waits.
-    pub(super) fn sweep(&mut self, now: Duration) {
+    /// Forgets what nobody waits for, and asks once more for what somebody waits for and a silent
+    /// lane owes, or one that goes on but said nothing of it for `patience`.
+    pub(super) fn sweep(&mut self, now: Duration, patience: Duration) {
         let gone = |open: &Open| open.tell.is_closed();
         let gone: Vec<_> =
             self.asks.iter().filter(|(_, open)| gone(open)).map(|(number, _)| *number).collect();
@@ -373,6 +378,29 @@ impl Desk {
             tracing::debug!(number, other, "a lane is silent; asking on another");
             self.give(number, other, now);
         }
+        let lost = |open: &Open| {
+            let silent = |sent: &Sent| now.saturating_sub(sent.heard_at) > patience;
+            open.wanted.priority == Priority::Demand && !open.sent.is_empty() && open.sent.iter().all(silent)
+        };
+        let lost: Vec<_> =
+            self.asks.iter().filter(|(_, open)| lost(open)).map(|(number, _)| *number).collect();
+        for number in lost {
+            self.ask_anew(number, now);
+        }
+    }
+
+    /// Home may have lost the ask. The first stays as it is: it may only wait for its turn there.
+    fn ask_anew(&mut self, number: u64, now: Duration) {
+        let Some(lane) = self.soonest_lane(now, false) else { return };
+        tracing::debug!(number, lane, "nothing came of an ask; asking once more");
+        let second = self.asks.get_mut(&number).and_then(|open| open.sent.drain(1..).next());
+        if let Some(sent) = second
+            && let Some(lane) = self.lanes.get_mut(sent.lane)
+        {
+            lane.forget(&sent);
+            lane.cancel(sent.id);
+        }
+        self.give(number, lane, now);
     }
 
     /// Lanes on which nothing has come for `patience` although something should.
@@ -465,7 +493,8 @@ impl Lane {
 impl Sent {
     fn new(lane: usize, id: u64, at: Duration, expected_bytes: u64) -> Self {
         let (got, missing, proof) = (BytesMut::new(), Vec::new(), Vec::new());
-        Self { lane, id, at, expected_bytes, arrived_bytes: 0, encoding: None, got, missing, proof }
+        let heard_at = at;
+        Self { lane, id, at, heard_at, expected_bytes, arrived_bytes: 0, encoding: None, got, missing, proof }
     }
 
     fn left_bytes(&self) -> u64 {

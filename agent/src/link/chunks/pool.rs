@@ -107,7 +107,7 @@ impl Pool {
     }
 
     fn look_for_silence(&mut self) {
-        self.desk.sweep(now());
+        self.desk.sweep(now(), self.patience.stream);
         tracing::trace!(desk = ?self.desk.describe(), "chunks");
         for number in self.desk.silent_lanes(now(), self.patience.stream) {
             if let Some(end) = self.lanes.get(number) {

@@ -95,6 +95,36 @@ impl Rig {
     }
 }
 
+/// The stream is never silent, so nothing but the ask itself can tell.
+#[test]
+fn what_home_lost_on_a_busy_stream_is_asked_for_once_more() {
+    let mut rig = Rig::new(1);
+    rig.ask(1, Priority::Demand);
+    rig.deal();
+    let lost = rig.streams[0].pop().unwrap();
+    let end = rig.now + 30_000 * MS;
+    let mut said = 0;
+    for number in 2.. {
+        rig.ask(number, Priority::Demand);
+        rig.deal();
+        // Only the latest of those that ask once more stays, and that is lost twice too.
+        if rig.streams[0].iter().any(|open| open.what == lost.what) {
+            said += 1;
+            if said == 3 {
+                break;
+            }
+            rig.streams[0].retain(|open| open.what != lost.what);
+        }
+        assert!(rig.answer(0, 400 * MS), "the stream goes on");
+        rig.desk.sweep(rig.now, 5_000 * MS);
+        assert!(rig.now < end, "asked {said} times more");
+    }
+    while rig.answer(0, 8 * MS) {}
+    assert!(rig.answered().contains(&1));
+    assert!(rig.desk.asks.is_empty() && rig.desk.lanes[0].by_id.is_empty());
+    assert_eq!(rig.desk.lanes[0].owed_bytes, 0);
+}
+
 #[test]
 fn a_lane_that_became_slow_is_given_less() {
     let mut rig = Rig::new(2);
@@ -184,7 +214,7 @@ proptest! {
                 _ => drop(rig.answer(lane, 10 * MS)),
             }
             rig.now += 7 * MS;
-            rig.desk.sweep(rig.now);
+            rig.desk.sweep(rig.now, 10_000 * MS);
             rig.deal();
         }
         for lane in 0..3 {
