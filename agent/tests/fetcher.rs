@@ -6,6 +6,7 @@ mod memory;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use limb_agent::fetch::{
     ChunkAddress, ChunkSource as _, FetchError, Fetcher, FetcherLimits, Priority, TransportError,
@@ -207,4 +208,41 @@ async fn a_part_is_fetched_alone_verified_kept_and_shared() {
     let (address, id) = setup.chunk(2);
     setup.fetcher.fetch_slice(address, id, 0..id.len as usize).await.unwrap();
     assert_eq!((setup.home.asks(), setup.home.part_bytes.load(Ordering::SeqCst)), (2, before));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_part_that_lands_makes_room_for_what_waits() {
+    let setup = setup(3, 1);
+    setup.home.stalled.send_replace(true);
+    let (address, id) = setup.chunk(0);
+    let part = setup.fetcher.fetch_slice(address, id, 0..10);
+    let (address, id) = setup.chunk(1);
+    let ahead = setup.fetcher.fetch(address, id, Priority::ReadAhead);
+    assert_eq!(setup.home.asks(), 0, "the part and a chunk are more than the budget");
+    setup.home.stalled.send_replace(false);
+    part.await.unwrap();
+    tokio::time::timeout(Duration::from_secs(20), ahead).await.expect("it is never started").unwrap();
+    assert_eq!(setup.fetcher.stats().in_flight_bytes, 0);
+}
+
+#[test]
+fn who_asks_while_the_runtime_ends_is_told_so() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();
+    let setup = runtime.block_on(async { setup(2, 32) });
+    runtime.shutdown_timeout(Duration::from_secs(20));
+    let (address, id) = setup.chunk(0);
+    let (tell, told) = std::sync::mpsc::channel();
+    // On a thread of its own: it must not hold up the test for ever.
+    std::thread::spawn(move || {
+        let asked = [setup.fetcher.fetch_slice(address, id, 0..10)];
+        let asked = asked.into_iter().chain([setup.fetcher.fetch_slice(address, id, 0..id.len as usize)]);
+        let other = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        for slice in asked {
+            tell.send(other.block_on(slice).map(drop)).unwrap();
+        }
+    });
+    for _ in 0..2 {
+        let answer = told.recv_timeout(Duration::from_secs(20)).expect("an answer");
+        assert!(matches!(answer, Err(FetchError::Io { .. } | FetchError::Closed)), "{answer:?}");
+    }
 }

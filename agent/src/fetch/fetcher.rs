@@ -199,15 +199,17 @@ impl ChunkSource for Fetcher {
         }
         let (tell, told) = oneshot::channel();
         let key = (id, groups.clone());
-        if state.parts.wait(key.clone(), tell) {
-            let bytes = group_bytes(id.len, &groups).len() as u64;
-            state.in_flight_bytes += bytes;
+        let bytes = group_bytes(id.len, &groups).len() as u64;
+        let first = state.parts.wait(key.clone(), tell);
+        state.in_flight_bytes += if first { bytes } else { 0 };
+        // A runtime that is ending drops what is spawned at once, and that lands under the lock.
+        drop(state);
+        if first {
             let (urgent, priority) = watch::channel(Priority::Demand);
             let ask = PartAsk { set, inode, index, id, groups, priority };
             let landing = PartLanding { inner: Arc::clone(&self.inner), key, bytes, outcome: None };
             self.inner.start_part(ask, landing, urgent);
         }
-        drop(state);
         let stop = self.inner.stop.clone();
         Box::pin(async move {
             let part = tokio::select! {

@@ -214,6 +214,8 @@ impl ChunkTransport for Home {
         let home = self.clone();
         Box::pin(async move {
             let whole = home.chunks.get(&(ask.inode, ask.index)).cloned().ok_or(TransportError::NotFound)?;
+            let mut stalled = home.stalled.subscribe();
+            stalled.wait_for(|stalled| !stalled).await.map_err(|_| TransportError::Closed)?;
             let mut proof = proof(&group_values(ask.id.position, &whole), &ask.groups);
             let mut bytes = whole.slice(group_bytes(ask.id.len, &ask.groups));
             home.part_bytes.fetch_add(bytes.len(), Ordering::SeqCst);

@@ -44,10 +44,7 @@ impl Drop for Landing {
         }
         let mut state = self.inner.lock();
         state.loads.remove(&self.load);
-        let mut starts = Vec::new();
-        if !self.inner.stop.is_cancelled() {
-            starts.extend(std::iter::from_fn(|| state.admit_next(&self.inner.limits)));
-        }
+        let starts = self.inner.admitted(&mut state);
         drop(state);
         self.inner.start_all(starts);
     }
@@ -72,11 +69,13 @@ impl Drop for PartLanding {
             state.stats.fetched_parts += 1;
             state.stats.fetched_bytes += self.bytes;
         }
+        let starts = self.inner.admitted(&mut state);
         drop(state);
         for waiter in waiters {
             // A reader that was killed meanwhile does not wait any more.
             let _gone: Result<(), _> = waiter.send(outcome.clone());
         }
+        self.inner.start_all(starts);
     }
 }
 
@@ -153,6 +152,14 @@ impl Inner {
                 }
             }
         }
+    }
+
+    /// What has room now, to be started without the lock.
+    fn admitted(&self, state: &mut State) -> Vec<Start> {
+        if self.stop.is_cancelled() {
+            return Vec::new();
+        }
+        std::iter::from_fn(|| state.admit_next(&self.limits)).collect()
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
