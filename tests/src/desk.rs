@@ -31,19 +31,19 @@ pub struct TestDesk {
 impl TestDesk {
     #[must_use]
     pub fn new(ttl: Duration) -> Arc<Self> {
-        let who = AgentIdentity {
-            home: HomeId::random(),
-            run: RunId::random(),
-            attempt: AttemptNumber(1),
-            epoch: LeaseEpoch(9),
-        };
-        Arc::new(Self::of(who, ttl, HashMap::new()))
+        Self::reading(ttl, HashMap::new())
     }
 
     /// Past its enrolment: an agent that reads these sets.
     #[must_use]
     pub fn serving(who: AgentIdentity, sets: HashMap<SetNumber, Digest>) -> Arc<Self> {
         Arc::new(Self::of(who, Duration::ZERO, sets))
+    }
+
+    /// One attempt that has yet to enrol, and then reads these sets.
+    #[must_use]
+    pub fn reading(ttl: Duration, sets: HashMap<SetNumber, Digest>) -> Arc<Self> {
+        Arc::new(Self::of(somebody(), ttl, sets))
     }
 
     fn of(who: AgentIdentity, ttl: Duration, sets: HashMap<SetNumber, Digest>) -> Self {
@@ -65,6 +65,15 @@ impl TestDesk {
     #[must_use]
     pub fn reported(&self) -> Vec<BoxEvent> {
         self.reports.lock().expect("no holder panics").values().cloned().collect()
+    }
+}
+
+fn somebody() -> AgentIdentity {
+    AgentIdentity {
+        home: HomeId::random(),
+        run: RunId::random(),
+        attempt: AttemptNumber(1),
+        epoch: LeaseEpoch(9),
     }
 }
 

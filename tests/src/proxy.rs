@@ -1,10 +1,13 @@
 //! A TCP relay between the box and home that can be cut like a cable: bytes stop, connections
-//! stay, nobody is told.
+//! stay, nobody is told. It can also forget its connections, swallow what they carry, and be slow.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use limb_common::clock::{BootInstant, boottime};
 
 #[derive(Debug)]
 pub struct Proxy {
@@ -21,6 +24,13 @@ struct State {
     ended: AtomicBool,
     down_bytes: AtomicU64,
     up_bytes: AtomicU64,
+    connections: AtomicU64,
+    /// Connections of an older generation are deaf.
+    generation: AtomicU64,
+    /// Bytes per second from home to the box, all connections together; 0: as fast as it goes.
+    rate: AtomicU64,
+    /// When the wire to the box is free again.
+    free_at: Mutex<BootInstant>,
 }
 
 impl Proxy {
@@ -39,6 +49,10 @@ impl Proxy {
             ended: AtomicBool::new(false),
             down_bytes: AtomicU64::new(0),
             up_bytes: AtomicU64::new(0),
+            connections: AtomicU64::new(0),
+            generation: AtomicU64::new(0),
+            rate: AtomicU64::new(0),
+            free_at: Mutex::new(boottime()),
         });
         let shared = Arc::clone(&state);
         std::thread::spawn(move || {
@@ -46,6 +60,7 @@ impl Proxy {
                 if shared.ended.load(Ordering::SeqCst) {
                     return;
                 }
+                shared.connections.fetch_add(1, Ordering::SeqCst);
                 let Ok(server) = TcpStream::connect(target) else { continue };
                 {
                     let mut open = shared.open.lock().expect("no holder panics");
@@ -59,7 +74,8 @@ impl Proxy {
                 for (from, to, up) in pairs {
                     if let (Ok(from), Ok(to)) = (from, to) {
                         let shared = Arc::clone(&shared);
-                        std::thread::spawn(move || relay(from, to, up, &shared));
+                        let born = shared.generation.load(Ordering::SeqCst);
+                        std::thread::spawn(move || relay(from, to, up, born, &shared));
                     }
                 }
             }
@@ -89,6 +105,24 @@ impl Proxy {
         self.state.changed.notify_all();
     }
 
+    /// Whatever the connections of now carry from now on is lost, for ever, and they look alive;
+    /// new ones work.
+    pub fn swallow(&self) {
+        self.state.generation.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// From home to the box no more than so many bytes pass in a second, over all connections
+    /// together and in turn; 0 takes the limit away.
+    pub fn slow(&self, bytes_per_second: u64) {
+        self.state.rate.store(bytes_per_second, Ordering::SeqCst);
+    }
+
+    /// Connections that the box has made so far.
+    #[must_use]
+    pub fn connections(&self) -> u64 {
+        self.state.connections.load(Ordering::SeqCst)
+    }
+
     /// Bytes that went from home to the box.
     #[must_use]
     pub fn down_bytes(&self) -> u64 {
@@ -116,18 +150,47 @@ impl Drop for Proxy {
     }
 }
 
-fn relay(mut from: TcpStream, mut to: TcpStream, up: bool, state: &State) {
+impl State {
+    /// Returns when the wire has carried so much.
+    fn carry(&self, bytes: u64) {
+        let rate = self.rate.load(Ordering::SeqCst);
+        if rate == 0 {
+            return;
+        }
+        let done = {
+            let mut free_at = self.free_at.lock().expect("no holder panics");
+            let begins = (*free_at).max(boottime());
+            *free_at = begins + Duration::from_micros(bytes * 1_000_000 / rate);
+            *free_at
+        };
+        loop {
+            let left = done.saturating_since(boottime());
+            if left.is_zero() || self.ended.load(Ordering::SeqCst) {
+                return;
+            }
+            std::thread::park_timeout(left);
+        }
+    }
+}
+
+fn relay(mut from: TcpStream, mut to: TcpStream, up: bool, born: u64, state: &State) {
     let mut buffer = vec![0; 64 * 1024];
     loop {
         let count = match from.read(&mut buffer) {
             Ok(0) | Err(_) => break,
             Ok(count) => count,
         };
+        if !up {
+            state.carry(count as u64);
+        }
         let mut cut = state.cut.lock().expect("no holder panics");
         while *cut && !state.ended.load(Ordering::SeqCst) {
             cut = state.changed.wait(cut).expect("no holder panics");
         }
         drop(cut);
+        if state.generation.load(Ordering::SeqCst) > born {
+            continue;
+        }
         let counter = if up { &state.up_bytes } else { &state.down_bytes };
         counter.fetch_add(count as u64, Ordering::SeqCst);
         if to.write_all(&buffer[..count]).is_err() {
