@@ -95,6 +95,17 @@ impl Overlay {
         owned.matches(seen) || states.iter().any(|state| changed(state).matches(seen))
     }
 
+    pub(super) fn id(&self) -> &AttemptId {
+        &self.id
+    }
+
+    /// Has this batch given the file a name besides this one?
+    pub(super) fn gives_other_name(&self, output: u32, path: &[u8], ident: Ident) -> bool {
+        self.names.iter().any(|((number, name), owned)| {
+            *number == output && name != path && owned.is_some_and(|owned| owned.ident == ident)
+        })
+    }
+
     /// As far as this batch knows.
     pub(super) fn known(&self, output: u32, path: &[u8]) -> Option<Option<Owned>> {
         self.names.get(&(output, path.to_vec())).copied()
@@ -304,7 +315,7 @@ impl Executor<'_> {
             };
         }
         if let Some(owned) = owned.filter(|_| ours) {
-            self.pin(output, (parent.as_fd(), path.name()), owned, file)?;
+            self.pin(output, (parent.as_fd(), path), owned, file)?;
             return Ok(Over::Replace);
         }
         self.set_aside(parent, path)?;
@@ -431,7 +442,7 @@ impl Executor<'_> {
                 self.disk.remove_directory(parent.as_fd(), parsed.name())?;
             } else {
                 if let Some(owned) = self.overlay.get(self.database, output, path)? {
-                    self.pin(output, (parent.as_fd(), parsed.name()), owned, None)?;
+                    self.pin(output, (parent.as_fd(), &parsed), owned, None)?;
                 }
                 self.disk.unlink(parent.as_fd(), parsed.name())?;
             }

@@ -122,6 +122,32 @@ async fn own_files_stay_readable_after_they_were_replaced_or_removed() {
     assert_eq!(in_limb(&bench), 0);
 }
 
+/// As long as it has a name, the owner counts no more links than there are names; the last name
+/// that goes leaves the bytes to late readers, also where both go in one batch.
+#[tokio::test]
+async fn a_file_that_loses_one_of_its_names_is_not_pinned() {
+    use std::os::unix::fs::MetadataExt as _;
+    let mut bench = Bench::new().await;
+    for (file, name) in [(1, "a"), (2, "b")] {
+        assert_eq!(bench.put(file, name, name.as_bytes()).await, 0);
+    }
+    let link = |existing: &str, path: &str| Op::HardLinkMade { existing: existing.into(), path: path.into() };
+    let items = vec![bench.entry(link("a", "a2")), bench.entry(remove("a"))];
+    assert_eq!(bench.feed(items).await.refused, vec![]);
+    assert_eq!(bench.apply(link("b", "b2")).await, 0);
+    assert_eq!(bench.apply(remove("b")).await, 0);
+    for name in ["a2", "b2"] {
+        assert_eq!(bench.dest.join(name).metadata().unwrap().nlink(), 1, "{name}");
+    }
+    assert_eq!(bench.apply(link("b2", "b")).await, 0);
+    let items = vec![bench.entry(remove("a2")), bench.entry(remove("b")), bench.entry(remove("b2"))];
+    assert_eq!(bench.feed(items).await.refused, vec![]);
+    for (file, content) in [(1, b"a"), (2, b"b")] {
+        let read = bench.home.result_chunk(&bench.id, OUT, file, 0).await.unwrap();
+        assert_eq!(read.as_ref(), content);
+    }
+}
+
 /// Its fsync showed the part itself (no clones here, and too large to copy); the job goes on
 /// writing although the name is gone.
 #[tokio::test]

@@ -19,6 +19,7 @@ use super::disk::{DiskError, Ident, Kind, look, open_in};
 use super::effect::Where;
 use super::execute::{Executor, Owned, Refused};
 use super::lifecycle::bytes_path;
+use super::names::ResultPath;
 use super::table;
 use super::writer::{LIMB_DIRECTORY, Output, Writer};
 
@@ -60,15 +61,18 @@ impl Executor<'_> {
     pub(super) fn pin(
         &mut self,
         output: &Output,
-        at: (BorrowedFd<'_>, &[u8]),
+        (parent, path): (BorrowedFd<'_>, &ResultPath),
         owned: Owned,
         file: Option<u64>,
     ) -> Result<(), Refused> {
+        let at = (parent, path.name());
         let Some(seen) = look(at.0, at.1)?.filter(|seen| seen.kind == Kind::File) else { return Ok(()) };
         let counts = !owned.open;
         let name = match owned.file {
             Some(old) if file == Some(old) => return Ok(()),
             Some(old) if owned.open => part_name(&self.prefix, output.number, old),
+            // Late readers find the bytes by that one, and the owner counts no link that is not his.
+            Some(_) if self.has_other_name(output, path.as_bytes(), seen.ident)? => return Ok(()),
             Some(old) => old_name(&self.prefix, output.number, old),
             None if self.is_lower(output, seen.ident)? => lower_name(&self.prefix, seen.ident),
             None => return Ok(()),
@@ -86,6 +90,18 @@ impl Executor<'_> {
             Err(DiskError::Os(errno)) => tracing::debug!(%errno, "bytes lose their name without a pin"),
         }
         Ok(())
+    }
+
+    /// Does a file of this attempt keep another of its names, as far as this batch knows?
+    fn has_other_name(&self, output: &Output, path: &[u8], ident: Ident) -> Result<bool, ResultsError> {
+        let (id, dest) = (self.overlay.id().clone(), output.dest.clone());
+        let recorded = self.database.read_blocking(move |db| table::names_of_ident(db, &id, &dest, ident))?;
+        let stands = |name: &[u8]| match self.overlay.known(output.number, name) {
+            Some(known) => known.is_some_and(|owned| owned.ident == ident),
+            None => true,
+        };
+        let recorded = recorded.iter().any(|name| name != path && stands(name));
+        Ok(recorded || self.overlay.gives_other_name(output.number, path, ident))
     }
 
     fn is_lower(&self, output: &Output, ident: Ident) -> Result<bool, ResultsError> {

@@ -15,6 +15,7 @@ use super::effect::{After, Effect, Intent, Where, Written};
 use super::entry::Refusal;
 use super::names::ResultPath;
 use super::{AttemptId, ResultsError};
+pub(super) use links::names_of_ident;
 
 /// Applied by [`crate::database::Database::open`].
 pub const SCHEMA: &str = "

@@ -270,8 +270,12 @@ impl<'a> Player<'a> {
             }
         };
         let size = if self.random.below(2) == 0 { 0 } else { self.random.below(3 * MIB) };
-        self.contents.get_mut(&inode).unwrap().resize(usize::try_from(size).unwrap(), 0);
-        self.legalise(inode, false);
+        let content = self.contents.get_mut(&inode).unwrap();
+        let longer = size > content.len() as u64;
+        content.resize(usize::try_from(size).unwrap(), 0);
+        // A log that is made longer grows where the owner looks.
+        let growing = longer && self.handles.iter().any(|handle| handle.inode == inode && handle.append);
+        self.legalise(inode, growing);
         self.say(format!("truncate {inode} to {size}"));
         self.heal();
         let done = self.agent.block_on(self.agent.output.resize(inode, size));

@@ -3,8 +3,27 @@
 use rusqlite::{Connection, params};
 
 use super::sql;
+use crate::results::disk::Ident;
 use crate::results::effect::Written;
 use crate::results::{AttemptId, ResultsError};
+
+/// All names under which this attempt knows a file.
+pub(in crate::results) fn names_of_ident(
+    db: &Connection,
+    id: &AttemptId,
+    dest: &[u8],
+    ident: Ident,
+) -> Result<Vec<Vec<u8>>, ResultsError> {
+    let mut query = db.prepare_cached(
+        "SELECT path FROM result_names
+         WHERE dest = ?1 AND dev = ?2 AND ino = ?3 AND run = ?4 AND attempt = ?5",
+    )?;
+    let rows = query
+        .query_map(params![dest, sql(ident.dev), sql(ident.ino), id.run.as_str(), id.attempt.0], |row| {
+            row.get(0)
+        })?;
+    Ok(rows.collect::<Result<_, _>>()?)
+}
 
 /// The file changed where it is: what is known of its other names changes too. Returns by how much
 /// the bytes of all of them grew.
