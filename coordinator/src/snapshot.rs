@@ -322,7 +322,11 @@ impl Snapshots {
         let id = manifest.id();
         let table = SourceTable::encode(&record, sources);
         // The table last: it is what makes a snapshot exist.
-        store::write_durably(&self.manifest_path(id), manifest.as_bytes())?;
+        let path = self.manifest_path(id);
+        // An unchanged tree's is there; one that was damaged is written anew.
+        if !std::fs::read(&path).is_ok_and(|there| there == manifest.as_bytes()) {
+            store::write_durably(&path, manifest.as_bytes())?;
+        }
         store::write_durably(&self.sources_path(id), &table)?;
         // The same tree may have been frozen from another place before: what was just read is the
         // better source of its bytes.

@@ -3,7 +3,7 @@
 //!
 //! A file is read between two looks at its identity; one that changed meanwhile is read again.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::fs::{File, Metadata};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
@@ -23,7 +23,7 @@ use nix::unistd::{Whence, lseek};
 use super::index::{Index, Known, is_racy};
 use super::sources::{FileIdentity, Source};
 use super::store::{Pending, Store, Temporary};
-use super::walk::{FoundFile, FoundKind, Walked, open_path};
+use super::walk::{FoundFile, FoundKind, Walked, Xattrs, open_path, xattrs_of};
 use super::{COPY_BYTES, Progress, SnapshotError, lock};
 
 /// Times a file that changes is read before its owner is told.
@@ -33,6 +33,8 @@ const SPLIT_BYTES: u64 = 16 << 20;
 /// Holes of a file changed more recently are read all the same: file systems have reported data
 /// that was not yet allocated on disk as holes (ZFS until 2.2.2).
 const TRUST_HOLES_AFTER_NS: i64 = 10_000_000_000;
+/// Files looked up in the index at once.
+const LOOKUPS: usize = 256;
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 
 pub(super) struct Setting<'a> {
@@ -46,6 +48,7 @@ pub(super) struct Setting<'a> {
 struct Frozen {
     identity: FileIdentity,
     mode: u32,
+    xattrs: Xattrs,
     chunks: Vec<Option<Digest>>,
     /// The whole's hash, when the store has it.
     content: Option<Digest>,
@@ -87,7 +90,7 @@ fn assemble(walked: &Walked, frozen: &[Frozen]) -> Result<(Manifest, Vec<Source>
     let root = walked.nodes.first().map(|node| node.meta.clone()).unwrap_or_default();
     let mut builder = ManifestBuilder::new(root);
     let mut drafts: Vec<Draft> = vec![builder.root()];
-    let mut of_file: HashMap<usize, Draft> = HashMap::new();
+    let mut of_file: Vec<Option<Draft>> = vec![None; frozen.len()];
     for node in walked.nodes.iter().skip(1) {
         // A parent is always found before what is in it.
         let parent = drafts[node.parent];
@@ -98,15 +101,16 @@ fn assemble(walked: &Walked, frozen: &[Frozen]) -> Result<(Manifest, Vec<Source>
                 builder.add(parent, &node.name, NewNode::Symlink { target: target.clone() }, meta)?
             }
             FoundKind::File(file) => {
-                if let Some(&first) = of_file.get(file) {
+                if let Some(first) = of_file[*file] {
                     builder.link(parent, &node.name, first)?;
                     first
                 } else {
                     let read = &frozen[*file];
                     (meta.mode, meta.mtime_ns) = (read.mode, read.identity.mtime_ns);
+                    meta.xattrs.clone_from(&read.xattrs);
                     let new = NewNode::File { size: read.identity.size, chunks: read.chunks.clone() };
                     let draft = builder.add(parent, &node.name, new, meta)?;
-                    of_file.insert(*file, draft);
+                    of_file[*file] = Some(draft);
                     draft
                 }
             }
@@ -115,7 +119,8 @@ fn assemble(walked: &Walked, frozen: &[Frozen]) -> Result<(Manifest, Vec<Source>
     }
     let (manifest, order) = builder.build();
     let mut sources = vec![Source::Nothing; usize::try_from(manifest.inode_count()).unwrap_or(0)];
-    for (file, draft) in of_file {
+    for (file, draft) in of_file.into_iter().enumerate() {
+        let Some(draft) = draft else { continue };
         let read = &frozen[file];
         let slot = usize::try_from(order.inode(draft).0 - 1).ok().and_then(|at| sources.get_mut(at));
         if let Some(slot) = slot {
@@ -136,26 +141,37 @@ impl Freezer<'_> {
         let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
         let work = || -> Result<Vec<(usize, Frozen)>, SnapshotError> {
             let mut mine = Vec::new();
-            while let Some(&at) = small.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if failed.load(Ordering::Relaxed) {
-                    break;
+            loop {
+                let from = next.fetch_add(LOOKUPS, Ordering::Relaxed);
+                let Some(batch) = small.get(from..).filter(|rest| !rest.is_empty()) else { return Ok(mine) };
+                let batch = &batch[..batch.len().min(LOOKUPS)];
+                let known = lock(self.setting.index).find_all(batch.iter().map(|&at| files[at].identity))?;
+                for (&at, known) in batch.iter().zip(known) {
+                    if failed.load(Ordering::Relaxed) {
+                        return Ok(mine);
+                    }
+                    let read = self.file(&files[at], known, 1);
+                    mine.push((at, read.inspect_err(|_| failed.store(true, Ordering::Relaxed))?));
                 }
-                let read = self.file(&files[at], 1).inspect_err(|_| failed.store(true, Ordering::Relaxed))?;
-                mine.push((at, read));
             }
-            Ok(mine)
         };
         for part in on_threads(cores().min(small.len()), &work) {
             done.extend(part?);
         }
         for at in large {
-            done.push((at, self.file(&files[at], cores())?));
+            let known = lock(self.setting.index).find(&files[at].identity)?;
+            done.push((at, self.file(&files[at], known, cores())?));
         }
         done.sort_by_key(|&(at, _)| at);
         Ok(done.into_iter().map(|(_, frozen)| frozen).collect())
     }
 
-    fn file(&self, found: &FoundFile, threads: usize) -> Result<Frozen, SnapshotError> {
+    fn file(&self, found: &FoundFile, known: Option<Known>, threads: usize) -> Result<Frozen, SnapshotError> {
+        if let Some(frozen) = known.and_then(|known| self.unchanged(found, known)) {
+            self.meter.bytes(frozen.identity.size);
+            self.meter.file();
+            return Ok(frozen);
+        }
         let path = &found.path;
         for _ in 0..READS {
             if self.setting.cancelled.load(Ordering::Relaxed) {
@@ -170,15 +186,9 @@ impl Freezer<'_> {
                 return Err(SnapshotError::Changing { path: path.clone() });
             }
             let identity = FileIdentity::of(&before);
-            let (frozen, is_new) = match self.known(&identity, &before)? {
-                Some(frozen) => (Some(frozen), false),
-                None => (self.read(&file, identity, &before, threads, found)?, true),
-            };
+            let frozen = self.read(&file, identity, &before, threads, found)?;
             let after = FileIdentity::of(&file.metadata().map_err(unreadable)?);
             let Some(frozen) = frozen.filter(|_| after == identity) else { continue };
-            if !is_new {
-                self.meter.bytes(identity.size);
-            }
             self.meter.file();
             return Ok(frozen);
         }
@@ -189,14 +199,17 @@ impl Freezer<'_> {
         self.setting.copy_all || size <= COPY_BYTES
     }
 
-    fn known(&self, identity: &FileIdentity, meta: &Metadata) -> Result<Option<Frozen>, SnapshotError> {
-        let Some(known) = lock(self.setting.index).find(identity)? else { return Ok(None) };
-        let stored = known.content.filter(|&content| self.setting.store.contains(content, identity.size));
-        if stored.is_none() && self.must_copy(identity.size) {
-            return Ok(None);
+    /// What was read of it earlier, if the walk found it as it was then.
+    fn unchanged(&self, found: &FoundFile, known: Known) -> Option<Frozen> {
+        if self.setting.cancelled.load(Ordering::Relaxed) {
+            return None;
         }
-        let mode = meta.mode() & 0o7777;
-        Ok(Some(Frozen { identity: *identity, mode, chunks: known.chunks, content: stored }))
+        let FoundFile { identity, mode, .. } = *found;
+        let content = known.content.filter(|&content| self.setting.store.contains(content, identity.size));
+        if content.is_none() && self.must_copy(identity.size) {
+            return None;
+        }
+        Some(Frozen { identity, mode, xattrs: known.xattrs, chunks: known.chunks, content })
     }
 
     /// `None`: it changed while it was read.
@@ -248,10 +261,12 @@ impl Freezer<'_> {
         if let Some(content) = content {
             self.store(content, identity.size, target.or(clone), &bytes)?;
         }
+        let xattrs = xattrs_of(file);
         if !is_racy(&identity, read_at_ns) {
-            lock(&self.learnt).push((identity, Known { chunks: chunks.clone(), content }));
+            let known = Known { chunks: chunks.clone(), content, xattrs: xattrs.clone() };
+            lock(&self.learnt).push((identity, known));
         }
-        Ok(Some(Frozen { identity, mode: meta.mode() & 0o7777, chunks, content }))
+        Ok(Some(Frozen { identity, mode: meta.mode() & 0o7777, xattrs, chunks, content }))
     }
 
     fn store(

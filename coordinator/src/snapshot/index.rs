@@ -10,6 +10,10 @@ use limb_common::id::Digest;
 use rusqlite::{Connection, OptionalExtension as _, params};
 
 use super::FileIdentity;
+use super::walk::Xattrs;
+
+/// Of the table below; what another version wrote is forgotten.
+const VERSION: i64 = 2;
 
 /// A file modified so shortly before it was read may be modified again within the same tick of
 /// its file system's clock (2 s on FAT, the coarsest there is).
@@ -22,6 +26,8 @@ pub(super) struct Known {
     pub(super) chunks: Vec<Option<Digest>>,
     /// The hash of the whole, when it was put into the store.
     pub(super) content: Option<Digest>,
+    /// Setting one changes a file's ctime, so they are as well known as its bytes.
+    pub(super) xattrs: Xattrs,
 }
 
 #[derive(Debug)]
@@ -38,19 +44,35 @@ impl Index {
     pub(super) fn open(path: &Path) -> rusqlite::Result<Self> {
         let connection = Connection::open(path)?;
         connection.execute_batch(
-            "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA busy_timeout = 5000;
-             CREATE TABLE IF NOT EXISTS known (
+            "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA busy_timeout = 5000;",
+        )?;
+        let version: i64 = connection.query_row("PRAGMA user_version", [], |row| row.get(0))?;
+        if version != VERSION {
+            connection.execute_batch("DROP TABLE IF EXISTS known;")?;
+            connection.pragma_update(None, "user_version", VERSION)?;
+        }
+        connection.execute_batch(
+            "CREATE TABLE IF NOT EXISTS known (
                  dev INTEGER, ino INTEGER, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER,
-                 chunks BLOB NOT NULL, content BLOB,
+                 chunks BLOB NOT NULL, content BLOB, xattrs BLOB,
                  PRIMARY KEY (dev, ino)
              ) STRICT, WITHOUT ROWID;",
         )?;
         Ok(Self { connection })
     }
 
+    /// Of many files at once: one transaction costs less than one for each.
+    pub(super) fn find_all(
+        &self,
+        identities: impl Iterator<Item = FileIdentity>,
+    ) -> rusqlite::Result<Vec<Option<Known>>> {
+        let _one = self.connection.unchecked_transaction()?;
+        identities.map(|identity| self.find(&identity)).collect()
+    }
+
     pub(super) fn find(&self, identity: &FileIdentity) -> rusqlite::Result<Option<Known>> {
         let mut statement = self.connection.prepare_cached(
-            "SELECT chunks, content FROM known
+            "SELECT chunks, content, xattrs FROM known
              WHERE dev = ?1 AND ino = ?2 AND size = ?3 AND mtime_ns = ?4 AND ctime_ns = ?5",
         )?;
         let row = statement
@@ -62,10 +84,18 @@ impl Index {
                     identity.mtime_ns,
                     identity.ctime_ns
                 ],
-                |row| Ok((row.get::<_, Vec<u8>>(0)?, row.get::<_, Option<Vec<u8>>>(1)?)),
+                |row| {
+                    Ok((
+                        row.get::<_, Vec<u8>>(0)?,
+                        row.get::<_, Option<Vec<u8>>>(1)?,
+                        row.get::<_, Option<Vec<u8>>>(2)?,
+                    ))
+                },
             )
             .optional()?;
-        Ok(row.and_then(|(chunks, content)| {
+        Ok(row.and_then(|(chunks, content, xattrs)| {
+            let pairs = xattrs.map(|raw| serde_json::from_slice::<Vec<(Vec<u8>, Vec<u8>)>>(&raw));
+            let xattrs = pairs.transpose().ok()?.into_iter().flatten().collect();
             let chunks: Vec<_> = chunks
                 .chunks_exact(32)
                 .filter_map(|raw| Digest::try_from(raw).ok())
@@ -73,7 +103,7 @@ impl Index {
                 .collect();
             let fits = chunks.len() as u64 == limb_common::chunk::chunk_count(identity.size);
             let content = content.and_then(|raw| Digest::try_from(raw.as_slice()).ok());
-            fits.then_some(Known { chunks, content })
+            fits.then_some(Known { chunks, content, xattrs })
         }))
     }
 
@@ -82,10 +112,12 @@ impl Index {
         let transaction = self.connection.transaction()?;
         {
             let mut statement = transaction
-                .prepare_cached("INSERT OR REPLACE INTO known VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)")?;
+                .prepare_cached("INSERT OR REPLACE INTO known VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)")?;
             for (identity, known) in rows {
                 let chunks: Vec<u8> =
                     known.chunks.iter().flat_map(|chunk| chunk.map_or([0; 32], |digest| digest.0)).collect();
+                let pairs: Vec<_> = known.xattrs.iter().collect();
+                let xattrs = (!pairs.is_empty()).then(|| serde_json::to_vec(&pairs).ok()).flatten();
                 statement.execute(params![
                     identity.dev.cast_signed(),
                     identity.ino.cast_signed(),
@@ -93,7 +125,8 @@ impl Index {
                     identity.mtime_ns,
                     identity.ctime_ns,
                     chunks,
-                    known.content.map(|digest| digest.0.to_vec())
+                    known.content.map(|digest| digest.0.to_vec()),
+                    xattrs
                 ])?;
             }
         }
@@ -118,7 +151,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut index = Index::open(&dir.path().join("index.db")).unwrap();
         let identity = FileIdentity { dev: u64::MAX, ino: 7, size: 3 << 20, mtime_ns: -4, ctime_ns: 5 };
-        let known = Known { chunks: vec![Some(Digest([1; 32])), None, Some(Digest([2; 32]))], content: None };
+        let xattrs = Xattrs::from([(b"user.a".to_vec(), vec![0, 255]), (b"user.b".to_vec(), Vec::new())]);
+        let chunks = vec![Some(Digest([1; 32])), None, Some(Digest([2; 32]))];
+        let known = Known { chunks, content: None, xattrs };
         index.put(&[(identity, known.clone())]).unwrap();
         assert_eq!(index.find(&identity).unwrap(), Some(known));
         for other in [

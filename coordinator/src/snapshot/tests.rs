@@ -320,7 +320,7 @@ fn a_file_that_changes_while_it_is_read_is_read_again_or_named() {
     let now = std::fs::read(&path).unwrap();
     assert_eq!(home.read(&snapshot, b"busy").unwrap(), now);
     // A writer that does not stop.
-    let done = AtomicBool::new(false);
+    let (done, (begun, began)) = (AtomicBool::new(false), std::sync::mpsc::channel());
     let frozen = std::thread::scope(|scope| {
         scope.spawn(|| {
             let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
@@ -328,8 +328,10 @@ fn a_file_that_changes_while_it_is_read_is_read_again_or_named() {
             while !done.load(Ordering::Relaxed) {
                 turn += 1;
                 file.write_all_at(&turn.to_le_bytes(), 7 << 20).unwrap();
+                let _once: Result<(), _> = begun.send(());
             }
         });
+        began.recv().unwrap();
         let frozen = home.snapshots.create(&home.request(), |_| {});
         done.store(true, Ordering::Relaxed);
         frozen
@@ -387,7 +389,7 @@ fn known_hashes_are_reused_only_for_files_that_were_quiet() {
         })
         .collect();
     let plant = |chunks: Vec<Option<Digest>>| {
-        let known = index::Known { chunks, content: None };
+        let known = index::Known { chunks, content: None, xattrs: BTreeMap::new() };
         lock(&home.snapshots.inner.index).put(&[(identity, known)]).unwrap();
     };
     plant(chunks.clone());

@@ -4,7 +4,7 @@
 //! opened once and checked to be the one that its parent named.
 
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::{CString, OsStr};
+use std::ffi::{CStr, CString, OsStr};
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
@@ -35,6 +35,9 @@ const XATTR_BYTES: usize = 64 * 1024;
 /// A class file is one word.
 const MAX_CLASS_BYTES: u64 = 64;
 
+/// Extended attributes by name.
+pub(super) type Xattrs = BTreeMap<Vec<u8>, Vec<u8>>;
+
 /// Who waits for the walk.
 pub(super) struct Watch<'a> {
     pub(super) cancelled: &'a AtomicBool,
@@ -57,6 +60,7 @@ pub(super) struct Walked {
 pub(super) struct FoundNode {
     pub(super) parent: usize,
     pub(super) name: Vec<u8>,
+    /// Of a file only what the walk saw: no attributes, which are known with its content.
     pub(super) meta: NodeMeta,
     pub(super) kind: FoundKind,
 }
@@ -74,6 +78,7 @@ pub(super) struct FoundFile {
     /// Absolute, no symlink in its last component.
     pub(super) path: PathBuf,
     pub(super) identity: FileIdentity,
+    pub(super) mode: u32,
 }
 
 /// Directories above, to know a link that leads into one of them.
@@ -141,12 +146,7 @@ pub(super) fn walk(
             walker.out.nodes.push(root);
             walker.out.single_file = true;
             let name = source.file_name().or(absolute.file_name()).map_or(&b"file"[..], OsStr::as_bytes);
-            let parent = absolute.parent().unwrap_or(Path::new("/"));
-            let parent =
-                open_path(parent, OFlag::O_DIRECTORY | OFlag::O_PATH).map_err(|e| failed(e.into()))?;
-            let real_name = absolute.file_name().map_or(&b"."[..], OsStr::as_bytes);
-            let meta = walker.meta(&parent, real_name, &stat);
-            walker.add_file(0, name, absolute.clone(), &stat, meta)?;
+            walker.add_file(0, name, absolute.clone(), &stat)?;
         }
         _ => return Err(SnapshotError::SourceKind { path: source.to_owned() }),
     }
@@ -204,10 +204,7 @@ impl Walker<'_> {
                 let meta = self.meta(fd, bytes, &stat);
                 self.add_directory(here, bytes, path, &stat, meta, here.depth + 1)
             }
-            SFlag::S_IFREG => {
-                let meta = self.meta(fd, bytes, &stat);
-                self.add_file(here.node, bytes, path, &stat, meta)
-            }
+            SFlag::S_IFREG => self.add_file(here.node, bytes, path, &stat),
             SFlag::S_IFLNK => {
                 let target = match readlinkat(fd, name.as_c_str()) {
                     Err(Errno::ENOENT | Errno::EINVAL) => return Ok(()),
@@ -254,16 +251,13 @@ impl Walker<'_> {
         link: &FileStat,
         target: &[u8],
     ) -> Result<(), SnapshotError> {
-        let parent = real.parent().unwrap_or(Path::new("/")).to_owned();
-        let real_name = real.file_name().map_or(&b"."[..], OsStr::as_bytes).to_vec();
-        let around = open_path(&parent, OFlag::O_PATH | OFlag::O_DIRECTORY)
-            .map_err(|errno| SnapshotError::Unreadable { path: parent, source: errno.into() })?;
         match kind_of(found) {
-            SFlag::S_IFREG => {
-                let meta = self.meta(&around, &real_name, found);
-                self.add_file(here.node, name, real, found, meta)
-            }
+            SFlag::S_IFREG => self.add_file(here.node, name, real, found),
             SFlag::S_IFDIR => {
+                let parent = real.parent().unwrap_or(Path::new("/")).to_owned();
+                let real_name = real.file_name().map_or(&b"."[..], OsStr::as_bytes).to_vec();
+                let around = open_path(&parent, OFlag::O_PATH | OFlag::O_DIRECTORY)
+                    .map_err(|errno| SnapshotError::Unreadable { path: parent, source: errno.into() })?;
                 let id = (found.st_dev, found.st_ino);
                 let mut above = Some(&here.chain);
                 while let Some(chain) = above {
@@ -311,9 +305,10 @@ impl Walker<'_> {
         name: &[u8],
         path: PathBuf,
         stat: &FileStat,
-        meta: NodeMeta,
     ) -> Result<(), SnapshotError> {
         let identity = identity_of(stat);
+        let meta =
+            NodeMeta { mode: stat.st_mode & 0o7777, mtime_ns: identity.mtime_ns, xattrs: BTreeMap::new() };
         self.own.check(&path, (identity.dev, identity.ino))?;
         // A followed link may lead to a file that has one name only and yet is met twice.
         let shared = stat.st_nlink > 1 || self.links == LinkPolicy::Follow;
@@ -321,7 +316,7 @@ impl Walker<'_> {
         let known = if shared { self.hard_links.get(&id).copied() } else { None };
         let file = known.unwrap_or(self.out.files.len());
         if known.is_none() {
-            self.out.files.push(FoundFile { path, identity });
+            self.out.files.push(FoundFile { path, identity, mode: meta.mode });
             if shared {
                 self.hard_links.insert(id, file);
             }
@@ -456,24 +451,53 @@ fn read_label(root: &Path) -> Result<Option<DataClass>, SnapshotError> {
 }
 
 /// The attributes that any owner may set. A file system without them has none.
-fn user_xattrs(directory: &OwnedFd, name: &[u8], buffer: &mut [u8]) -> BTreeMap<Vec<u8>, Vec<u8>> {
-    let mut found = BTreeMap::new();
+fn user_xattrs(directory: &OwnedFd, name: &[u8], buffer: &mut [u8]) -> Xattrs {
     // Through /proc, since there is no *at() form and the absolute path may be too long.
     let path = [format!("/proc/self/fd/{}/", directory.as_raw_fd()).as_bytes(), name].concat();
-    let Ok(path) = CString::new(path) else { return found };
-    // SAFETY: `path` ends with NUL, and `buffer` is writable for the length given.
-    let len = unsafe { libc::llistxattr(path.as_ptr(), buffer.as_mut_ptr().cast(), buffer.len()) };
-    let Some(list) = usize::try_from(len).ok().and_then(|len| buffer.get(..len)) else { return found };
-    let names: Vec<CString> = list
+    let Ok(path) = CString::new(path) else { return Xattrs::new() };
+    // SAFETY: the strings end with NUL, and the buffer is writable for the length given.
+    let list = |buffer: &mut [u8]| unsafe {
+        libc::llistxattr(path.as_ptr(), buffer.as_mut_ptr().cast(), buffer.len())
+    };
+    // SAFETY: as above.
+    let get = |name: &CStr, buffer: &mut [u8]| unsafe {
+        libc::lgetxattr(path.as_ptr(), name.as_ptr(), buffer.as_mut_ptr().cast(), buffer.len())
+    };
+    collect_xattrs(list, get, buffer)
+}
+
+/// As [`user_xattrs`], of an open file.
+pub(super) fn xattrs_of(file: &File) -> Xattrs {
+    let fd = file.as_raw_fd();
+    // SAFETY: the descriptor is open, and the buffer is writable for the length given.
+    let list = |buffer: &mut [u8]| unsafe { libc::flistxattr(fd, buffer.as_mut_ptr().cast(), buffer.len()) };
+    // SAFETY: as above; the name ends with NUL.
+    let get = |name: &CStr, buffer: &mut [u8]| unsafe {
+        libc::fgetxattr(fd, name.as_ptr(), buffer.as_mut_ptr().cast(), buffer.len())
+    };
+    // Nearly no file has any: a buffer only for one that has.
+    // SAFETY: a length of 0 asks how long the list is.
+    if unsafe { libc::flistxattr(fd, std::ptr::null_mut(), 0) } <= 0 {
+        return Xattrs::new();
+    }
+    collect_xattrs(list, get, &mut vec![0; XATTR_BYTES])
+}
+
+fn collect_xattrs(
+    list: impl Fn(&mut [u8]) -> isize,
+    get: impl Fn(&CStr, &mut [u8]) -> isize,
+    buffer: &mut [u8],
+) -> Xattrs {
+    let mut found = Xattrs::new();
+    let len = list(buffer);
+    let Some(names) = usize::try_from(len).ok().and_then(|len| buffer.get(..len)) else { return found };
+    let names: Vec<CString> = names
         .split(|&byte| byte == 0)
         .filter(|name| name.starts_with(b"user."))
         .filter_map(|name| CString::new(name).ok())
         .collect();
     for name in names {
-        // SAFETY: both strings end with NUL, and `buffer` is writable for the length given.
-        let len = unsafe {
-            libc::lgetxattr(path.as_ptr(), name.as_ptr(), buffer.as_mut_ptr().cast(), buffer.len())
-        };
+        let len = get(&name, buffer);
         if let Some(value) = usize::try_from(len).ok().and_then(|len| buffer.get(..len)) {
             found.insert(name.into_bytes(), value.to_vec());
         }
