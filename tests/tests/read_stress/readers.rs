@@ -6,10 +6,9 @@ use std::os::unix::fs::FileExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use limb_proto::v1::fetch_request::What;
 use limb_tests::wait::{wait_for, wait_up_to};
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::sched::{CpuSet, sched_setaffinity};
@@ -204,46 +203,4 @@ fn a_mapped_page_that_cannot_be_had_is_sigbus_and_its_neighbours_are_there() {
     // It comes right: so does the next reader.
     rig.state.spoiled.lock().unwrap().clear();
     assert_eq!(read(MIB).code(), Some(i32::from(whole[1 << 20])));
-}
-
-/// A home that never answers one ask, on a stream on which everything else goes on.
-#[test]
-fn an_answer_that_never_comes_is_asked_for_again_while_others_flow() {
-    if cannot_run() {
-        return;
-    }
-    let (lost, other) = (noise(34, 600_000), noise(35, 40 * MIB));
-    let rig = Rig::new(Serving::Fake, 4 << 20, TTL, |root| {
-        std::fs::write(root.join("lost"), &lost).unwrap();
-        std::fs::write(root.join("other"), &other).unwrap();
-    });
-    let over = AtomicBool::new(false);
-    let read_other = || {
-        let file = File::open(rig.mounted().join("other")).unwrap();
-        let mut chance = chance(1);
-        while !over.load(Ordering::SeqCst) {
-            read_and_compare(&file, &other, chance.next_u64() % (39 * MIB), 50_000)?;
-            forget(&file, 0, 0);
-        }
-        Ok(())
-    };
-    rig.spoil(Path::new("lost"), 0, Fault::Silence);
-    let read_lost = || {
-        let file = File::open(rig.mounted().join("lost")).unwrap();
-        let outcome = read_and_compare(&file, &lost, 0, 600_000);
-        over.store(true, Ordering::SeqCst);
-        outcome
-    };
-    let answers_again = || {
-        let inode = rig.inode(Path::new("lost")).0;
-        let of_it = |what: &Option<What>| matches!(what, Some(What::SetChunk(chunk)) if chunk.inode == inode);
-        wait_for("the lost one to be asked for", || {
-            rig.state.requests.borrow().iter().any(|(_, request)| of_it(&request.what)).then_some(())
-        });
-        // What was asked for until now stays without an answer.
-        rig.state.spoiled.lock().unwrap().clear();
-        Ok(())
-    };
-    all_end(&rig, vec![Box::new(read_other), Box::new(read_lost), Box::new(answers_again)]).unwrap();
-    rig.assert_nothing_left();
 }
