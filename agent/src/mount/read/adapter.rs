@@ -30,6 +30,8 @@ const PREFERRED_IO_BYTES: u32 = 1 << 20;
 const WANTED: InitFlags = InitFlags::FUSE_ASYNC_READ
     .union(InitFlags::FUSE_PARALLEL_DIROPS)
     .union(InitFlags::FUSE_DO_READDIRPLUS)
+    // Where nobody asks for attributes, the kernel asks for names only: a tenth of the work.
+    .union(InitFlags::FUSE_READDIRPLUS_AUTO)
     .union(InitFlags::FUSE_CACHE_SYMLINKS)
     .union(InitFlags::FUSE_EXPLICIT_INVAL_DATA)
     .union(InitFlags::FUSE_NO_OPEN_SUPPORT)
