@@ -5,6 +5,9 @@
 #
 # Both install what they need (tests/setup says what, and asks apt only for what is missing).
 
+# Where rustup puts cargo: a shell that was open before its installation does not look there.
+export PATH := $(if $(CARGO_HOME),$(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH)
+
 .PHONY: demo test test-long lint bench bench-read build setup clean
 
 build: setup
