@@ -6,9 +6,11 @@
 mod cache;
 mod fetcher;
 mod parts;
+mod spill;
 mod transport;
 
 pub use fetcher::{FetchStats, Fetcher, FetcherLimits};
+pub use spill::{FileError, KeyError, Spill, SpillError, SpillEvent, SpillSettings, SpillStats};
 pub use transport::{
     Ask, ChunkTransport, PackAsk, PackFuture, PartAsk, PartFuture, TransportError, TransportFuture,
 };

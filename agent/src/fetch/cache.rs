@@ -34,6 +34,16 @@ pub(super) struct ChunkCache {
 struct Entry {
     chunk: VerifiedChunk,
     place: Place,
+    /// Somebody asked for it since it came.
+    used: bool,
+}
+
+/// What had to go.
+#[derive(Debug)]
+pub(super) struct Evicted {
+    pub(super) chunk: VerifiedChunk,
+    /// If not, it was read ahead and somebody may still come for it.
+    pub(super) used: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -73,6 +83,7 @@ impl ChunkCache {
 
     pub(super) fn get(&mut self, id: &ChunkId) -> Option<VerifiedChunk> {
         let entry = self.entries.get_mut(id)?;
+        entry.used = true;
         if let Place::Main { used_at } = &mut entry.place {
             self.tick += 1;
             self.main.remove(used_at);
@@ -82,10 +93,14 @@ impl ChunkCache {
         Some(entry.chunk.clone())
     }
 
-    pub(super) fn insert(&mut self, chunk: VerifiedChunk) {
+    /// What had to go for it.
+    pub(super) fn insert(&mut self, chunk: VerifiedChunk, used: bool) -> Vec<Evicted> {
         let (id, cost) = (chunk.id(), cost(&chunk));
-        if cost > self.budget_bytes || self.entries.contains_key(&id) {
-            return;
+        if self.entries.contains_key(&id) {
+            return Vec::new();
+        }
+        if cost > self.budget_bytes {
+            return vec![Evicted { chunk, used }];
         }
         let place = if self.ghost_names.remove(&id) {
             self.tick += 1;
@@ -97,16 +112,19 @@ impl ChunkCache {
             self.newcomer_bytes += cost;
             Place::Newcomer
         };
-        self.entries.insert(id, Entry { chunk, place });
-        while self.bytes() > self.budget_bytes && self.evict_one() {}
+        self.entries.insert(id, Entry { chunk, place, used });
+        let mut evicted = Vec::new();
+        while self.bytes() > self.budget_bytes && self.evict_one(&mut evicted) {}
+        evicted
     }
 
-    fn evict_one(&mut self) -> bool {
+    fn evict_one(&mut self, evicted: &mut Vec<Evicted>) -> bool {
         if (self.newcomer_bytes > self.newcomer_budget_bytes || self.main.is_empty())
             && let Some(id) = self.newcomers.pop_front()
         {
             if let Some(entry) = self.entries.remove(&id) {
                 self.newcomer_bytes -= cost(&entry.chunk);
+                evicted.push(Evicted { chunk: entry.chunk, used: entry.used });
             }
             self.remember(id);
             return true;
@@ -114,6 +132,7 @@ impl ChunkCache {
         let Some((_, id)) = self.main.pop_first() else { return false };
         if let Some(entry) = self.entries.remove(&id) {
             self.main_bytes -= cost(&entry.chunk);
+            evicted.push(Evicted { chunk: entry.chunk, used: entry.used });
         }
         true
     }
@@ -155,10 +174,10 @@ mod tests {
         let hot: Vec<_> = (0..20).map(|number| chunk(number, 1000)).collect();
         // Seen, fallen out, asked for again: now in the main queue.
         for round in 0..2 {
-            hot.iter().for_each(|one| cache.insert(one.clone()));
-            (0..100).for_each(|number| cache.insert(chunk(1000 + round * 1000 + number, 1000)));
+            hot.iter().for_each(|one| drop(cache.insert(one.clone(), true)));
+            (0..100).for_each(|number| drop(cache.insert(chunk(1000 + round * 1000 + number, 1000), true)));
         }
-        (0..10_000).for_each(|number| cache.insert(chunk(100_000 + number, 1000)));
+        (0..10_000).for_each(|number| drop(cache.insert(chunk(100_000 + number, 1000), true)));
         assert!(hot.iter().all(|one| cache.contains(&one.id())));
     }
 
@@ -176,7 +195,11 @@ mod tests {
                     let found = cache.get(&one.id());
                     prop_assert!(found.is_none_or(|found| found == one));
                 } else {
-                    cache.insert(one);
+                    let before = cache.entries.len() + usize::from(!cache.contains(&one.id()));
+                    let evicted = cache.insert(one, true);
+                    // Whatever goes is handed out: the disk behind takes it.
+                    prop_assert_eq!(before, cache.entries.len() + evicted.len());
+                    prop_assert!(evicted.iter().all(|gone| !cache.contains(&gone.chunk.id())));
                 }
                 let sum: u64 = cache.entries.values().map(|entry| cost(&entry.chunk)).sum();
                 prop_assert_eq!(sum, cache.bytes());

@@ -1,4 +1,5 @@
-//! Single-flight fetching over a [`ChunkTransport`], with a cache in memory.
+//! Single-flight fetching over a [`ChunkTransport`], with a cache in memory and, where it is asked
+//! for, on the box's disk.
 //!
 //! One chunk is on its way at most once, however many ask; whoever asks with more urgency raises
 //! it. What travels together is a load: one chunk, or a pack of small files. Bytes on their way
@@ -24,6 +25,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use self::carry::PartLanding;
 use self::state::State;
+use super::spill::{Spill, SpillStats};
 use super::{
     ChunkAddress, ChunkSource, ChunkTransport, FetchError, FetchFuture, PartAsk, Priority, SliceFuture,
     slice_of,
@@ -97,6 +99,8 @@ pub struct FetchStats {
     pub in_flight_bytes: u64,
     pub most_in_flight_chunks: u64,
     pub cached_bytes: u64,
+    /// All zero without a disk.
+    pub spill: SpillStats,
 }
 
 /// Gives verified chunks from memory or from home. Clones share everything; when the last one is
@@ -119,6 +123,7 @@ struct Inner {
     /// FUSE threads are not of the runtime; fetches are spawned here.
     runtime: Handle,
     stop: CancellationToken,
+    spill: Option<Arc<Spill>>,
     state: Mutex<State>,
 }
 
@@ -131,10 +136,24 @@ impl Fetcher {
         runtime: Handle,
         stop: &CancellationToken,
     ) -> Self {
+        Self::spilling(transport, limits, None, runtime, stop)
+    }
+
+    /// With a disk behind the memory. What the spill needs of memory comes out of
+    /// [`FetcherLimits::cache_bytes`].
+    #[must_use]
+    pub fn spilling(
+        transport: Arc<dyn ChunkTransport>,
+        limits: FetcherLimits,
+        spill: Option<Spill>,
+        runtime: Handle,
+        stop: &CancellationToken,
+    ) -> Self {
         let stop = stop.child_token();
-        let state = State::new(&limits);
+        let spill = spill.map(Arc::new);
+        let state = Mutex::new(State::new(&limits, spill.clone()));
         let guard = Arc::new(stop.clone().drop_guard());
-        let inner = Arc::new(Inner { transport, limits, runtime, stop, state: Mutex::new(state) });
+        let inner = Arc::new(Inner { transport, limits, runtime, stop, spill, state });
         Self { inner, _ends_fetches: guard }
     }
 
@@ -144,6 +163,7 @@ impl Fetcher {
         FetchStats {
             in_flight_bytes: state.in_flight_bytes,
             cached_bytes: state.cache.bytes() + state.parts.bytes(),
+            spill: self.inner.spill.as_ref().map(|spill| spill.stats()).unwrap_or_default(),
             ..state.stats
         }
     }
@@ -164,7 +184,7 @@ impl Fetcher {
 impl ChunkSource for Fetcher {
     fn fetch(&self, address: ChunkAddress, id: ChunkId, priority: Priority) -> FetchFuture {
         let mut state = self.inner.lock();
-        if let Some(chunk) = state.cache.get(&id) {
+        if let Some(chunk) = state.get(&id) {
             state.stats.cache_hits += 1;
             return Box::pin(std::future::ready(Ok(chunk)));
         }
@@ -192,7 +212,7 @@ impl ChunkSource for Fetcher {
         }
         let ChunkAddress::Set { set, inode, index } = address else { return self.whole(address, id, range) };
         // Over a slow link a whole chunk that is on its way is not worth waiting for.
-        let comes = self.is_fast() && state.flights.contains_key(&id);
+        let comes = state.on_disk(&id) || self.is_fast() && state.flights.contains_key(&id);
         if comes || groups.len() >= group_count(id.len) {
             drop(state);
             return self.whole(address, id, range);
@@ -223,7 +243,8 @@ impl ChunkSource for Fetcher {
     }
 
     fn whole_pays(&self, file_bytes: u64) -> bool {
-        self.is_fast() && file_bytes <= self.inner.limits.cache_bytes / 2
+        let disk_bytes = self.inner.spill.as_ref().map_or(0, |spill| spill.added_bytes());
+        self.is_fast() && file_bytes <= (self.inner.limits.cache_bytes + disk_bytes) / 2
     }
 
     fn cached_slice(&self, id: &ChunkId, range: Range<usize>) -> Option<VerifiedSlice> {
@@ -235,14 +256,14 @@ impl ChunkSource for Fetcher {
 
     fn cached(&self, id: &ChunkId) -> Option<VerifiedChunk> {
         let mut state = self.inner.lock();
-        let found = state.cache.get(id);
+        let found = state.get(id);
         state.stats.cache_hits += u64::from(found.is_some());
         found
     }
 
     fn prefetch(&self, address: ChunkAddress, id: ChunkId, priority: Priority) {
         let mut state = self.inner.lock();
-        if state.is_full() || state.cache.contains(&id) {
+        if state.is_full() || state.contains(&id) {
             return;
         }
         let start = state.ask(address, id, priority, None, &self.inner.limits);
@@ -261,7 +282,7 @@ impl ChunkSource for Fetcher {
     }
 
     fn room_ahead_bytes(&self) -> u64 {
-        self.inner.lock().cache.newcomer_room_bytes()
+        self.inner.lock().room_ahead_bytes()
     }
 
     fn bandwidth_delay_bytes(&self) -> Option<u64> {

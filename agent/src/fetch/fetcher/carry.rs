@@ -8,7 +8,7 @@ use limb_common::chunk::{ChunkId, HashMismatch, VerifiedChunk, VerifiedPart};
 use limb_common::task;
 use tokio::sync::watch;
 
-use super::state::{LoadNumber, Start, State};
+use super::state::{LoadNumber, Origin, Start, State};
 use super::{IO_PAUSE, Inner, REFETCHES};
 use crate::fetch::parts::PartKey;
 use crate::fetch::{Ask, ChunkAddress, FetchError, PackAsk, PartAsk, Priority, TransportError};
@@ -22,9 +22,9 @@ struct Landing {
 }
 
 impl Landing {
-    fn land(&mut self, id: ChunkId, outcome: Result<VerifiedChunk, FetchError>) {
+    fn land(&mut self, id: ChunkId, origin: Origin, outcome: Result<VerifiedChunk, FetchError>) {
         self.coming.retain(|(other, _)| *other != id);
-        let waiters = self.inner.lock().land(id, &outcome);
+        let waiters = self.inner.lock().land(id, origin, &outcome);
         for waiter in waiters {
             // A reader that was killed meanwhile does not wait any more.
             let _gone: Result<(), _> = waiter.send(outcome.clone());
@@ -40,7 +40,7 @@ impl Drop for Landing {
             FetchError::Io { detail: "the fetch ended without an answer".to_owned() }
         };
         for (id, _) in std::mem::take(&mut self.coming) {
-            self.land(id, Err(lost.clone()));
+            self.land(id, Origin::Home, Err(lost.clone()));
         }
         let mut state = self.inner.lock();
         state.loads.remove(&self.load);
@@ -188,8 +188,12 @@ impl Inner {
         }
         // A chunk by itself; or what a pack did not bring, each for its own answer.
         while let Some(&(id, address)) = landing.coming.first() {
+            if let Some(chunk) = self.from_disk(id).await {
+                landing.land(id, Origin::Disk, Ok(chunk));
+                continue;
+            }
             let outcome = self.bring(id, address, priority.clone()).await;
-            landing.land(id, outcome);
+            landing.land(id, Origin::Home, outcome);
         }
     }
 
@@ -205,9 +209,13 @@ impl Inner {
         let answers = self.transport.fetch_pack(PackAsk { set, files, priority: priority.clone() }).await;
         for ((id, _), answer) in chunks.into_iter().zip(answers) {
             if let Ok(chunk) = answer.map_err(drop).and_then(|bytes| id.verify(bytes).map_err(drop)) {
-                landing.land(id, Ok(chunk));
+                landing.land(id, Origin::Home, Ok(chunk));
             }
         }
+    }
+
+    async fn from_disk(&self, id: ChunkId) -> Option<VerifiedChunk> {
+        self.spill.as_ref()?.read(id).await
     }
 
     async fn bring(

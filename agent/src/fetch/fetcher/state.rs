@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
+use std::sync::Arc;
 
 use limb_common::assignment::SetNumber;
 use limb_common::chunk::{ChunkId, VerifiedChunk, VerifiedSlice};
@@ -11,12 +12,14 @@ use tokio::sync::{oneshot, watch};
 use super::{FetchStats, FetcherLimits, MAX_WAITING, PARTS_SHARE};
 use crate::fetch::cache::ChunkCache;
 use crate::fetch::parts::Parts;
+use crate::fetch::spill::Spill;
 use crate::fetch::{ChunkAddress, FetchError, Priority};
 
 type Waiter = oneshot::Sender<Result<VerifiedChunk, FetchError>>;
 
 pub(super) struct State {
     pub(super) cache: ChunkCache,
+    pub(super) spill: Option<Arc<Spill>>,
     pub(super) parts: Parts,
     pub(super) flights: HashMap<ChunkId, Flight>,
     pub(super) loads: HashMap<LoadNumber, Load>,
@@ -35,7 +38,16 @@ pub(super) struct LoadNumber(u64);
 pub(super) struct Flight {
     address: ChunkAddress,
     load: LoadNumber,
+    /// Somebody waits for it, not only who reads ahead.
+    demanded: bool,
     waiters: Vec<Waiter>,
+}
+
+/// Where a chunk came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Origin {
+    Home,
+    Disk,
 }
 
 /// What travels together.
@@ -58,10 +70,13 @@ pub(super) struct Start {
 }
 
 impl State {
-    pub(super) fn new(limits: &FetcherLimits) -> Self {
+    pub(super) fn new(limits: &FetcherLimits, spill: Option<Arc<Spill>>) -> Self {
+        let parts_bytes = limits.cache_bytes / PARTS_SHARE;
+        let spill_bytes = spill.as_ref().map_or(0, |spill| spill.memory_bytes());
         Self {
-            cache: ChunkCache::new(limits.cache_bytes - limits.cache_bytes / PARTS_SHARE),
-            parts: Parts::new(limits.cache_bytes / PARTS_SHARE),
+            cache: ChunkCache::new((limits.cache_bytes - parts_bytes).saturating_sub(spill_bytes)),
+            spill,
+            parts: Parts::new(parts_bytes),
             flights: HashMap::new(),
             loads: HashMap::new(),
             next_load: 0,
@@ -72,8 +87,27 @@ impl State {
         }
     }
 
+    /// From memory, for somebody who will use it.
+    pub(super) fn get(&mut self, id: &ChunkId) -> Option<VerifiedChunk> {
+        self.cache.get(id).or_else(|| self.spill.as_ref()?.queued(id))
+    }
+
+    pub(super) fn contains(&self, id: &ChunkId) -> bool {
+        self.cache.contains(id) || self.spill.as_ref().is_some_and(|spill| spill.queued(id).is_some())
+    }
+
+    /// Can be had without home, though perhaps not at once.
+    pub(super) fn on_disk(&self, id: &ChunkId) -> bool {
+        self.spill.as_ref().is_some_and(|spill| spill.holds(id))
+    }
+
+    pub(super) fn room_ahead_bytes(&self) -> u64 {
+        let spill_bytes = self.spill.as_ref().map_or(0, |spill| spill.room_ahead_bytes());
+        self.cache.newcomer_room_bytes() + spill_bytes
+    }
+
     pub(super) fn slice(&mut self, id: &ChunkId, range: Range<usize>) -> Option<VerifiedSlice> {
-        match self.cache.get(id) {
+        match self.get(id) {
             Some(chunk) => chunk.slice(range),
             None => self.parts.get(id, &range),
         }
@@ -99,9 +133,9 @@ impl State {
             Some(number) => (number, false),
             None => (self.add_load(vec![id], u64::from(id.len), None, priority), true),
         };
-        let flight =
-            self.flights.entry(id).or_insert_with(|| Flight { address, load: number, waiters: Vec::new() });
+        let flight = self.flights.entry(id).or_insert_with(|| Flight::new(address, number));
         flight.load = number;
+        flight.demanded |= priority == Priority::Demand;
         flight.waiters.extend(waiter);
         self.wish(number, priority, new, limits)
     }
@@ -127,11 +161,11 @@ impl State {
         let number = LoadNumber(self.next_load);
         let mut chunks = Vec::new();
         for &(inode, id) in files {
-            if self.cache.contains(&id) || self.flights.contains_key(&id) {
+            if self.contains(&id) || self.flights.contains_key(&id) || self.on_disk(&id) {
                 continue;
             }
             let address = ChunkAddress::Set { set, inode, index: 0 };
-            self.flights.insert(id, Flight { address, load: number, waiters: Vec::new() });
+            self.flights.insert(id, Flight::new(address, number));
             chunks.push(id);
         }
         if chunks.is_empty() {
@@ -215,15 +249,40 @@ impl State {
     }
 
     /// A chunk has come, or will not: who waits for it.
-    pub(super) fn land(&mut self, id: ChunkId, outcome: &Result<VerifiedChunk, FetchError>) -> Vec<Waiter> {
-        if let Ok(chunk) = outcome {
-            self.stats.fetched_chunks += 1;
-            self.stats.fetched_bytes += u64::from(id.len);
-            self.cache.insert(chunk.clone());
-        }
+    pub(super) fn land(
+        &mut self,
+        id: ChunkId,
+        origin: Origin,
+        outcome: &Result<VerifiedChunk, FetchError>,
+    ) -> Vec<Waiter> {
         self.started -= 1;
         self.in_flight_bytes -= u64::from(id.len);
-        self.flights.remove(&id).map(|flight| flight.waiters).unwrap_or_default()
+        let flight = self.flights.remove(&id);
+        if let Ok(chunk) = outcome {
+            if origin == Origin::Home {
+                self.stats.fetched_chunks += 1;
+                self.stats.fetched_bytes += u64::from(id.len);
+            }
+            let demanded = flight.as_ref().is_some_and(|flight| flight.demanded);
+            self.keep(chunk.clone(), demanded);
+        }
+        flight.map(|flight| flight.waiters).unwrap_or_default()
+    }
+
+    fn keep(&mut self, chunk: VerifiedChunk, used: bool) {
+        let id = chunk.id();
+        let evicted = self.cache.insert(chunk, used);
+        let Some(spill) = &self.spill else { return };
+        spill.note_use(&id);
+        for gone in evicted {
+            spill.offer(gone.chunk, gone.used);
+        }
+    }
+}
+
+impl Flight {
+    fn new(address: ChunkAddress, load: LoadNumber) -> Self {
+        Self { address, load, demanded: false, waiters: Vec::new() }
     }
 }
 
