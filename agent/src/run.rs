@@ -7,6 +7,7 @@
 //! The leash stands beside all of it: when the lease is over, its thread destroys everything and
 //! powers off without asking here.
 
+mod cache;
 mod keeping;
 mod place;
 mod traces;
@@ -213,6 +214,7 @@ impl Life<'_> {
                 traces.finish(reporter, bound.unwrap_or(TRACE_PATIENCE).min(TRACE_PATIENCE)).await;
             }
         };
+        cache::finish(&place.source, reporter).await;
         // Beside the drain, which counts from now.
         tokio::join!(job.drain(&place, assignment, orders, bound), traced).0
     }

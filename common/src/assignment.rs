@@ -1,6 +1,9 @@
 //! What an attempt is to do: the domain's form of the `Assignment` message.
 
+use std::path::PathBuf;
 use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
 
 use crate::id::{AttemptNumber, Digest, RunId};
 use crate::secret::Secret;
@@ -35,10 +38,36 @@ pub struct Assignment {
     pub workdir_changes_cap_bytes: u64,
     /// First touches are recorded, and those of earlier runs of the same job read ahead.
     pub trace: bool,
+    pub cache: CacheSpec,
     /// From SIGTERM to SIGKILL at a stop.
     pub stop_grace: Duration,
     /// The lease's TTL.
     pub disconnect_grace: Duration,
+}
+
+/// How much of what the job reads is kept on the box.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CacheSpec {
+    /// In the agent's memory.
+    pub memory_bytes: u64,
+    /// On the box's disk, sealed; 0: nothing is written there. Off unless the job asks: what a
+    /// box calls its disk may be a small one that the system itself needs.
+    pub disk_bytes: u64,
+    /// Where that disk is, absolute and on the box; none: the agent's private directory.
+    pub dir: Option<PathBuf>,
+}
+
+impl CacheSpec {
+    /// What the smallest box has.
+    pub const DEFAULT_MEMORY_BYTES: u64 = 512 << 20;
+    /// Less could not hold what is read ahead for a few streams.
+    pub const LEAST_MEMORY_BYTES: u64 = 64 << 20;
+}
+
+impl Default for CacheSpec {
+    fn default() -> Self {
+        Self { memory_bytes: Self::DEFAULT_MEMORY_BYTES, disk_bytes: 0, dir: None }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -25,7 +25,7 @@ pub use argv::{ArgvJob, FILE_NAME as ARGV_FILE_NAME};
 pub use paths::DestTemplate;
 pub use suggest::nearest;
 
-pub use crate::assignment::{Command, Durability};
+pub use crate::assignment::{CacheSpec, Command, Durability};
 use crate::class::DataClass;
 use crate::secret::Secret;
 use crate::units::Micros;
@@ -90,6 +90,8 @@ pub struct JobFile {
     /// What the job touches first is recorded, and read ahead when the same job runs again over the
     /// same sources (`trace: on`, the default).
     pub trace: bool,
+    /// What the box may use to keep what the job has read.
+    pub cache: CacheSpec,
     file: String,
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use limb::rpc::desk::{Answer, BeatVerdict, Desk, DeskError, EnrolmentRequest, OutputHome};
 use limb::snapshot::TraceKey;
-use limb_common::assignment::{Assignment, Command, Order, SetNumber};
+use limb_common::assignment::{Assignment, CacheSpec, Command, Order, SetNumber};
 use limb_common::id::{AttemptNumber, Digest, HomeId, LeaseEpoch, RunId};
 use limb_common::identity::AgentIdentity;
 use limb_common::report::{BoxEvent, Report};
@@ -126,6 +126,7 @@ impl Desk for TestDesk {
             command: Command::Script("true".to_owned()),
             workdir_changes_cap_bytes: 0,
             trace: true,
+            cache: CacheSpec::default(),
             stop_grace: Duration::from_secs(1),
             disconnect_grace: self.ttl,
         }))

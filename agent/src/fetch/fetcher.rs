@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use limb_common::assignment::SetNumber;
+use limb_common::assignment::{CacheSpec, SetNumber};
 use limb_common::chunk::{ChunkId, VerifiedChunk, VerifiedSlice, group_bytes, group_count, groups_of};
 use limb_common::manifest::Inode;
 use tokio::runtime::Handle;
@@ -41,12 +41,8 @@ const MAX_WAITING: usize = 1024;
 /// Of the cache, for parts of chunks: one in so many bytes.
 const PARTS_SHARE: u64 = 4;
 
-/// Less could not hold what is read ahead for a few streams.
-const LEAST_CACHE_BYTES: u64 = 64 << 20;
 /// A link that holds less than this many bytes takes long for a whole chunk.
 const WHOLE_BYTES: u64 = 512 << 10;
-/// More gains nothing over the page cache.
-const MOST_CACHE_BYTES: u64 = 16 << 30;
 
 /// `MemAvailable` of /proc/meminfo.
 fn available_bytes(meminfo: &str) -> Option<u64> {
@@ -72,15 +68,13 @@ impl FetcherLimits {
         Self { cache_bytes, in_flight_bytes: 96 << 20 }
     }
 
-    /// A quarter of the memory that is available now: the kernel's page cache of the mount is
-    /// the first cache, and the job needs the rest.
+    /// As much as was asked for, but no more than half of the memory that is available now: the
+    /// job needs the rest.
     #[must_use]
-    pub fn for_this_machine() -> Self {
-        let available = std::fs::read_to_string("/proc/meminfo")
-            .ok()
-            .and_then(|text| available_bytes(&text))
-            .unwrap_or(4 * LEAST_CACHE_BYTES);
-        Self::with_cache((available / 4).clamp(LEAST_CACHE_BYTES, MOST_CACHE_BYTES))
+    pub fn on_this_machine(cache_bytes: u64) -> Self {
+        let available = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| available_bytes(&text));
+        let most = available.map_or(u64::MAX, |bytes| (bytes / 2).max(CacheSpec::LEAST_MEMORY_BYTES));
+        Self::with_cache(cache_bytes.min(most))
     }
 }
 
@@ -155,6 +149,14 @@ impl Fetcher {
         let guard = Arc::new(stop.clone().drop_guard());
         let inner = Arc::new(Inner { transport, limits, runtime, stop, spill, state });
         Self { inner, _ends_fetches: guard }
+    }
+
+    /// Blocks until the disk has taken what memory gave it. For tests.
+    #[doc(hidden)]
+    pub fn settle(&self) {
+        if let Some(spill) = &self.inner.spill {
+            spill.settle();
+        }
     }
 
     #[must_use]
@@ -299,6 +301,8 @@ mod tests {
         let text = "MemTotal:       24597340 kB\nMemFree:  1 kB\nMemAvailable:   23456789 kB\n";
         assert_eq!(available_bytes(text), Some(23_456_789 * 1024));
         assert_eq!(available_bytes("MemTotal: 5 kB\n"), None);
-        assert!(FetcherLimits::for_this_machine().cache_bytes >= LEAST_CACHE_BYTES);
+        let (little, all) = (CacheSpec::LEAST_MEMORY_BYTES, u64::MAX);
+        assert_eq!(FetcherLimits::on_this_machine(little).cache_bytes, little);
+        assert!((little..1 << 50).contains(&FetcherLimits::on_this_machine(all).cache_bytes));
     }
 }

@@ -109,6 +109,8 @@ pub struct SpillStats {
     pub damaged: u64,
     /// On the disk now.
     pub held_bytes: u64,
+    /// In memory now, on the way there.
+    pub queued_bytes: u64,
 }
 
 /// Dropping it ends the writer and gives the disk back.
@@ -233,11 +235,10 @@ impl Spill {
     pub fn stats(&self) -> SpillStats {
         let desk = self.shared.lock();
         let held_bytes = if desk.store.is_some() { desk.index.held_bytes() } else { 0 };
-        SpillStats { held_bytes, ..desk.stats }
+        SpillStats { held_bytes, queued_bytes: desk.queued_bytes, ..desk.stats }
     }
 
     /// What ends it from another thread: the key is wiped, the disk given back.
-    #[must_use]
     pub fn closer(&self) -> impl FnOnce() + Send + 'static {
         let shared = Arc::clone(&self.shared);
         move || {
@@ -245,24 +246,22 @@ impl Spill {
         }
     }
 
-    /// Blocks until everything that was offered is written or dropped.
-    #[doc(hidden)]
-    pub fn settle(&self) {
+    /// Blocks until everything that was offered is written or dropped. For tests.
+    pub(super) fn settle(&self) {
         let mut desk = self.shared.lock();
         while !desk.queued.is_empty() {
             desk = self.shared.changed.wait(desk).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// It came into memory, from wherever: one use.
-    pub(super) fn note_use(&self, id: &ChunkId) {
-        self.shared.lock().index.note_use(id);
-    }
-
-    /// Memory has no room for it any more. Never blocks. A chunk that nobody `used` was read ahead.
+    /// Memory has no room for it any more. Never blocks. A chunk that nobody `used` was read ahead;
+    /// however often it was used while it was in memory is one use.
     pub(super) fn offer(&self, chunk: VerifiedChunk, used: bool) {
         let (id, bytes) = (chunk.id(), u64::from(chunk.id().len));
         let mut desk = self.shared.lock();
+        if used {
+            desk.index.note_use(&id);
+        }
         if desk.store.is_none() || desk.index.contains(&id) || desk.queued.contains_key(&id) {
             return;
         }

@@ -15,8 +15,9 @@ use limb_common::report::BoxEvent;
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 
+use super::cache::Ground;
 use super::traces::Traces;
-use crate::fetch::{ChunkSource, FetchError, Fetcher, FetcherLimits};
+use crate::fetch::{ChunkSource, FetchError, Fetcher};
 use crate::job::layer::WorkdirLayer;
 use crate::job::{Access, Bind, View, Workdir};
 use crate::leash::{Leash, Stage};
@@ -31,9 +32,6 @@ use crate::mount::write::WriteFs;
 use crate::results::output::Settling;
 use crate::results::{Outbox, OutboxSettings, Output, OutputSettings, Refusal, TreeSettings};
 
-/// Verified chunks in memory. A quarter of what is free would be more; this is what the smallest
-/// box has.
-const CACHE_BYTES: u64 = 512 << 20;
 /// Written and not yet at home, before writers wait.
 const DIRTY_BYTES: u64 = 512 << 20;
 /// At home, and still here to be read back.
@@ -140,22 +138,23 @@ pub(super) struct Place {
     pub(super) changes_to: Option<(Arc<Output>, PathBuf)>,
     /// Where first touches are recorded; none: the job says `trace: off`.
     pub(super) traces: Option<Traces>,
-    source: Arc<dyn ChunkSourceDebug>,
+    pub(super) source: Arc<Fetcher>,
     workdir_manifest: Option<(Manifest, SetSpec)>,
     _uplink: Uplink,
     _settling: Vec<Settling>,
 }
 
-/// [`ChunkSource`] that can stand in a struct with a derived Debug.
-trait ChunkSourceDebug: ChunkSource + std::fmt::Debug {}
-impl<T: ChunkSource + std::fmt::Debug> ChunkSourceDebug for T {}
-
 impl Builder<'_> {
     pub(super) async fn place(&self, assignment: &Assignment) -> Result<Place, PlaceError> {
         let channels: Arc<dyn Channels> = Arc::clone(self.link) as _;
         let chunks = GrpcChunks::new(Arc::clone(&channels), ChunkPatience::default(), self.stop.clone());
-        let limits = FetcherLimits::with_cache(CACHE_BYTES);
-        let source = Arc::new(Fetcher::new(Arc::new(chunks), limits, Handle::current(), self.stop));
+        let ground = Ground {
+            private_dir: self.private_dir,
+            reporter: self.reporter,
+            leash: self.link.leash(),
+            stop: self.stop,
+        };
+        let source = super::cache::fetcher(&assignment.cache, Arc::new(chunks), &ground);
         let traces = assignment.trace.then(|| Traces::start(Arc::clone(&channels), source.clone()));
         let outbox = self.outbox();
         let uplink = Uplink::start(Arc::clone(&outbox), channels, self.link.identity().epoch);

@@ -9,7 +9,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use limb_agent::fetch::{ChunkTransport, FetchError, Fetcher, FetcherLimits};
+use limb_agent::fetch::{ChunkTransport, FetchError, Fetcher, FetcherLimits, Spill};
 use limb_agent::mount::read::{Owner, ReadFs, ReadFsOptions};
 use limb_agent::mount::session::{MountOptions, MountSession};
 use limb_agent::trace::{SetTrace, Shares, replay};
@@ -71,6 +71,19 @@ impl Mounted {
         cache_bytes: u64,
         transport: impl FnOnce(&Home) -> Arc<dyn ChunkTransport>,
     ) -> Self {
+        Self::made(set, cache_bytes, None, transport)
+    }
+
+    pub(crate) fn spilling(set: SetBuilder, cache_bytes: u64, spill: Spill) -> Self {
+        Self::made(set, cache_bytes, Some(spill), |home| Arc::new(home.clone()))
+    }
+
+    fn made(
+        set: SetBuilder,
+        cache_bytes: u64,
+        spill: Option<Spill>,
+        transport: impl FnOnce(&Home) -> Arc<dyn ChunkTransport>,
+    ) -> Self {
         let (manifest, order, home) = set.finish();
         let home = Home(Arc::new(home));
         let runtime =
@@ -81,7 +94,7 @@ impl Mounted {
             let _runtime = runtime.enter();
             transport(&home)
         };
-        let fetcher = Fetcher::new(transport, limits, runtime.handle().clone(), &stop);
+        let fetcher = Fetcher::spilling(transport, limits, spill, runtime.handle().clone(), &stop);
         let problems: Arc<Mutex<Vec<(PathBuf, FetchError)>>> = Arc::default();
         let seen = Arc::clone(&problems);
         let trace = Arc::new(SetTrace::new(SetNumber(0), manifest.clone(), Arc::default()));

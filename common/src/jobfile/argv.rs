@@ -28,6 +28,8 @@ pub struct ArgvJob {
     pub disconnect_grace: Option<String>,
     /// `on` or `off`.
     pub trace: Option<String>,
+    pub cache_memory: Option<String>,
+    pub cache_disk: Option<String>,
 }
 
 impl ArgvJob {
@@ -71,6 +73,10 @@ impl ArgvJob {
         put(&mut limits, "disconnect_grace", self.disconnect_grace.clone().map(Value::from));
         put(&mut file, "limits", section(limits));
         put(&mut file, "trace", self.trace.clone().map(Value::from));
+        let mut cache = Map::new();
+        put(&mut cache, "memory", self.cache_memory.clone().map(Value::from));
+        put(&mut cache, "disk", self.cache_disk.clone().map(Value::from));
+        put(&mut file, "cache", section(cache));
         Ok(Value::Object(file).to_string())
     }
 }

@@ -3,10 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use super::yaml::{self, Node, Value};
-use super::{Command, JobFile, JobFileError, Limits, Resources, Retry, nearest, paths, sections};
+use super::{CacheSpec, Command, JobFile, JobFileError, Limits, Resources, Retry, nearest, paths, sections};
+use crate::class::DataClass;
 
 /// Every key of the format, aliases last.
-const KEYS: [&str; 16] = [
+const KEYS: [&str; 17] = [
     "name",
     "workdir",
     "resources",
@@ -20,6 +21,7 @@ const KEYS: [&str; 16] = [
     "limits",
     "retry",
     "trace",
+    "cache",
     "notify",
     "commands",
     "accelerators",
@@ -142,6 +144,7 @@ struct DraftJob {
     limits: Limits,
     retry: Retry,
     trace: Option<bool>,
+    cache: (u64, CacheSpec),
 }
 
 pub(super) fn read(text: &str, place: &Place<'_>, argv: Option<Vec<Vec<u8>>>) -> Read<JobFile> {
@@ -204,6 +207,7 @@ fn read_key(place: &Place<'_>, draft: &mut Draft, key: &Node, value: &Node) -> R
         "limits" => job.limits = sections::limits(place, value)?,
         "retry" => job.retry = sections::retry(place, value)?,
         "trace" => job.trace = Some(sections::switch(place, value, "trace")?),
+        "cache" => job.cache = (key.line, sections::cache(place, value)?),
         "notify" => {
             if !place.items(value, name)?.is_empty() {
                 return Err(place.not_built(
@@ -294,7 +298,8 @@ fn finish(place: &Place<'_>, draft: Draft, argv: Option<Vec<Vec<u8>>>) -> Read<J
     };
     check_secrets(place, &job)?;
     check_paths(place, &job)?;
-    Ok(JobFile {
+    let (cache_line, cache) = job.cache;
+    let this = JobFile {
         name: job.name.unwrap_or_else(|| name_of_file(place.file)),
         workdir: job.workdir,
         resources: job.resources,
@@ -307,8 +312,17 @@ fn finish(place: &Place<'_>, draft: Draft, argv: Option<Vec<Vec<u8>>>) -> Read<J
         limits: job.limits,
         retry: job.retry,
         trace: job.trace.unwrap_or(true),
+        cache,
         file: place.file.to_owned(),
-    })
+    };
+    if this.cache.disk_bytes > 0 && this.class() >= DataClass::Regulated {
+        return Err(place.hinted(
+            cache_line,
+            format!("data of class `{}` does not go to a box's disk, not even sealed", this.class()),
+            "leave out `cache.disk`",
+        ));
+    }
+    Ok(this)
 }
 
 fn check_secrets(place: &Place<'_>, job: &DraftJob) -> Read<()> {

@@ -1,5 +1,5 @@
-//! The keys that hold keys: `resources`, `env`, `mounts`, `outputs`, `limits`, `retry`; and
-//! values out of a closed list.
+//! The keys that hold keys: `resources`, `env`, `mounts`, `outputs`, `limits`, `retry`, `cache`;
+//! and values out of a closed list.
 
 use std::time::Duration;
 
@@ -7,11 +7,12 @@ use super::paths;
 use super::read::{Place, Read};
 use super::yaml::{Node, Value};
 use super::{
-    DEFAULT_RETRY_ATTEMPTS, DestTemplate, Durability, EnvEntry, EnvValue, Infra, JobFileError, Limits, Links,
-    MAX_DISCONNECT_GRACE, Mount, Output, Resources, Retry, RetryEvent, SecretName, Source, nearest,
+    CacheSpec, DEFAULT_RETRY_ATTEMPTS, DestTemplate, Durability, EnvEntry, EnvValue, Infra, JobFileError,
+    Limits, Links, MAX_DISCONNECT_GRACE, Mount, Output, Resources, Retry, RetryEvent, SecretName, Source,
+    nearest,
 };
 use crate::class::DataClass;
-use crate::units::{Micros, parse_duration, parse_money};
+use crate::units::{Micros, parse_duration, parse_money, parse_size};
 
 const SOURCE_KEYS: [&str; 3] = ["source", "class", "links"];
 const OUTPUT_KEYS: [&str; 2] = ["dest", "durability"];
@@ -19,6 +20,7 @@ const RESOURCE_KEYS: [&str; 7] = ["gpu", "cpu", "memory", "disk", "infra", "max_
 const LIMIT_KEYS: [&str; 6] =
     ["max_duration", "max_cost", "boot_timeout", "stop_duration", "disconnect_grace", "gpu_idle"];
 const RETRY_KEYS: [&str; 2] = ["on_events", "max_attempts"];
+const CACHE_KEYS: [&str; 3] = ["memory", "disk", "dir"];
 /// More attempts than this is a loop, not a retry.
 const MAX_ATTEMPTS: u32 = 100;
 
@@ -321,6 +323,48 @@ pub(super) fn limits(place: &Place<'_>, value: &Node) -> Read<Limits> {
         }
     }
     Ok(limits)
+}
+
+fn size(place: &Place<'_>, value: &Node, key: &str) -> Read<u64> {
+    parse_size(place.text(value, key)?)
+        .map_err(|error| split_hint(place, value.line, key, &error.to_string()))
+}
+
+pub(super) fn cache(place: &Place<'_>, value: &Node) -> Read<CacheSpec> {
+    let mut cache = CacheSpec::default();
+    for (key, value) in place.entries(value, "cache")? {
+        match key_text(place, key, "cache", &CACHE_KEYS)? {
+            "memory" => {
+                cache.memory_bytes = size(place, value, "cache.memory")?;
+                if cache.memory_bytes < CacheSpec::LEAST_MEMORY_BYTES {
+                    return Err(place.hinted(
+                        value.line,
+                        "`cache.memory` cannot hold what is read ahead",
+                        "64MiB is the least, 512MiB the default",
+                    ));
+                }
+            }
+            "disk" => match &value.value {
+                Value::Scalar(text) if text == "off" => cache.disk_bytes = 0,
+                Value::Null | Value::Scalar(_) | Value::Sequence(_) | Value::Mapping(_) => {
+                    cache.disk_bytes = size(place, value, "cache.disk")?;
+                }
+            },
+            "dir" => {
+                let path = paths::on_box(place.text(value, "cache.dir")?);
+                cache.dir = Some(path.map_err(|(message, hint)| place.hinted(value.line, message, hint))?);
+            }
+            _ => return Err(place.unknown(key, "cache", &CACHE_KEYS)),
+        }
+    }
+    if cache.dir.is_some() && cache.disk_bytes == 0 {
+        return Err(place.hinted(
+            value.line,
+            "`cache.dir` is for a cache on the disk, and there is none",
+            "say how large it may get, like `disk: 20GiB`",
+        ));
+    }
+    Ok(cache)
 }
 
 pub(super) fn retry(place: &Place<'_>, value: &Node) -> Read<Retry> {

@@ -86,8 +86,8 @@ fn unknown_keys_name_line_and_neighbour() {
     insta::assert_snapshot!(error("run: a\n\nmount: {}\n"), @"job.yaml:3: unknown key `mount`; hint: did you mean `mounts`?");
     insta::assert_snapshot!(error("run: a\nlimits:\n  max_duraton: 5m\n"), @"job.yaml:3: unknown key `max_duraton` in `limits`; hint: did you mean `max_duration`?");
     insta::assert_snapshot!(error("run: a\nmounts:\n  /d:\n    src: x\n"), @"job.yaml:4: unknown key `src` in `mounts./d`; hint: known here: source, class, links");
-    insta::assert_snapshot!(error("run: a\nzebra: 1\n"), @"job.yaml:2: unknown key `zebra`; hint: known here: name, workdir, resources, image, env, secrets, mounts, outputs, setup, run, limits, retry, trace, notify, commands, accelerators");
-    insta::assert_snapshot!(error("run: a\n? [x]\n: 1\n"), @"job.yaml:2: unknown key `a list`; hint: known here: name, workdir, resources, image, env, secrets, mounts, outputs, setup, run, limits, retry, trace, notify, commands, accelerators");
+    insta::assert_snapshot!(error("run: a\nzebra: 1\n"), @"job.yaml:2: unknown key `zebra`; hint: known here: name, workdir, resources, image, env, secrets, mounts, outputs, setup, run, limits, retry, trace, cache, notify, commands, accelerators");
+    insta::assert_snapshot!(error("run: a\n? [x]\n: 1\n"), @"job.yaml:2: unknown key `a list`; hint: known here: name, workdir, resources, image, env, secrets, mounts, outputs, setup, run, limits, retry, trace, cache, notify, commands, accelerators");
 }
 
 #[test]
@@ -284,4 +284,32 @@ fn the_access_trace_is_on_unless_the_job_says_off() {
     assert_eq!(trace("trace: off\n"), Ok(false));
     insta::assert_snapshot!(error("run: a\ntrace: of\n"), @"job.yaml:2: `trace` cannot be \"of\"; hint: did you mean `on`?");
     insta::assert_snapshot!(error("run: a\ntrace: 1\n"), @"job.yaml:2: `trace` cannot be \"1\"; hint: one of on, off");
+}
+
+#[test]
+fn the_cache_is_in_memory_unless_the_job_asks_for_a_disk() {
+    let cache = |text: &str| parse(&format!("run: a\n{text}")).map(|job| job.cache);
+    assert_eq!(cache(""), Ok(CacheSpec { memory_bytes: 512 << 20, disk_bytes: 0, dir: None }));
+    assert_eq!(cache("cache:\n"), Ok(CacheSpec::default()));
+    assert_eq!(cache("cache: {disk: off}\n"), Ok(CacheSpec::default()));
+    assert_eq!(
+        cache("cache: {memory: 1GiB, disk: 20GB, dir: /mnt/nvme}\n"),
+        Ok(CacheSpec { memory_bytes: 1 << 30, disk_bytes: 20_000_000_000, dir: Some("/mnt/nvme".into()) })
+    );
+    insta::assert_snapshot!(error("run: a\ncache: {ram: 1GiB}\n"), @"job.yaml:2: unknown key `ram` in `cache`; hint: known here: memory, disk, dir");
+    insta::assert_snapshot!(error("run: a\ncache: {memory: 1MiB}\n"), @"job.yaml:2: `cache.memory` cannot hold what is read ahead; hint: 64MiB is the least, 512MiB the default");
+    insta::assert_snapshot!(error("run: a\ncache: {disk: much}\n"), @r#"job.yaml:2: `cache.disk`: "much" is not a size; hint: write it like 512MB, 64GB or 1GiB"#);
+    insta::assert_snapshot!(error("run: a\ncache: {dir: /mnt}\n"), @"job.yaml:2: `cache.dir` is for a cache on the disk, and there is none; hint: say how large it may get, like `disk: 20GiB`");
+    insta::assert_snapshot!(error("run: a\ncache: {disk: 1GiB, dir: mnt}\n"), @"job.yaml:2: `mnt` is not an absolute path; hint: name a directory of its own, like /data");
+    let regulated = "run: a\nmounts: {/d: {source: /d, class: regulated}}\n";
+    assert!(parse(&format!("{regulated}cache: {{memory: 1GiB}}\n")).is_ok());
+    insta::assert_snapshot!(error(&format!("{regulated}cache: {{disk: 1GiB}}\n")), @"job.yaml:3: data of class `regulated` does not go to a box's disk, not even sealed; hint: leave out `cache.disk`");
+}
+
+#[test]
+fn the_flags_of_the_cache_are_its_keys() {
+    let flags =
+        ArgvJob { cache_memory: Some("1GiB".into()), cache_disk: Some("2GiB".into()), ..ArgvJob::default() };
+    let job = JobFile::from_argv(&flags, Path::new("/base"), vec![b"true".to_vec()]).unwrap();
+    assert_eq!(job.cache, CacheSpec { memory_bytes: 1 << 30, disk_bytes: 2 << 30, dir: None });
 }

@@ -1,5 +1,8 @@
 //! Assignments. The secrets in them become [`Secret`]s here and nowhere later.
 
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -7,7 +10,7 @@ use limb_proto::v1;
 
 use super::{WireError, ms};
 use crate::assignment::{
-    Assignment, Command, Durability, MountSpec, OutputNumber, OutputSpec, SetNumber, SetSpec,
+    Assignment, CacheSpec, Command, Durability, MountSpec, OutputNumber, OutputSpec, SetNumber, SetSpec,
 };
 use crate::id::{AttemptNumber, Digest};
 use crate::secret::Secret;
@@ -42,6 +45,7 @@ impl From<&Assignment> for v1::Assignment {
             disconnect_grace_ms: ms(assignment.disconnect_grace),
             lower_results_set: 0,
             trace: assignment.trace,
+            cache: Some(v1::CacheSpec::from(&assignment.cache)),
         }
     }
 }
@@ -90,9 +94,33 @@ impl TryFrom<v1::Assignment> for Assignment {
             command,
             workdir_changes_cap_bytes: message.workdir_changes_cap_bytes,
             trace: message.trace,
+            cache: message.cache.map(CacheSpec::try_from).transpose()?.unwrap_or_default(),
             stop_grace: Duration::from_millis(message.stop_grace_ms),
             disconnect_grace: Duration::from_millis(message.disconnect_grace_ms),
         })
+    }
+}
+
+impl From<&CacheSpec> for v1::CacheSpec {
+    fn from(cache: &CacheSpec) -> Self {
+        let dir = cache.dir.iter().flat_map(|dir| dir.as_os_str().as_bytes()).copied().collect();
+        Self { memory_bytes: cache.memory_bytes, disk_bytes: cache.disk_bytes, dir }
+    }
+}
+
+impl TryFrom<v1::CacheSpec> for CacheSpec {
+    type Error = WireError;
+
+    fn try_from(message: v1::CacheSpec) -> Result<Self, WireError> {
+        let v1::CacheSpec { memory_bytes, disk_bytes, dir } = message;
+        if memory_bytes < Self::LEAST_MEMORY_BYTES {
+            return Err(WireError::new("cache.memory_bytes", "is less than an agent can work with"));
+        }
+        let dir = (!dir.is_empty()).then(|| PathBuf::from(OsString::from_vec(dir.into())));
+        if dir.as_ref().is_some_and(|dir| !dir.is_absolute()) {
+            return Err(WireError::new("cache.dir", "is not absolute"));
+        }
+        Ok(Self { memory_bytes, disk_bytes, dir })
     }
 }
 
@@ -242,6 +270,7 @@ mod tests {
             command: Command::Argv(vec![b"a".to_vec(), b"".to_vec()]),
             workdir_changes_cap_bytes: 1 << 30,
             trace: true,
+            cache: CacheSpec { memory_bytes: 1 << 30, disk_bytes: 5, dir: Some("/mnt/a".into()) },
             stop_grace: Duration::from_secs(30),
             disconnect_grace: Duration::from_secs(1200),
         }
@@ -256,6 +285,12 @@ mod tests {
         assert_eq!(format!("{before:?}"), format!("{after:?}"));
         assert_eq!(before.secrets[0].1.expose(), after.secrets[0].1.expose());
         assert!(!format!("{after:?}").contains("hunter2"));
+    }
+
+    #[test]
+    fn a_home_that_says_nothing_of_the_cache_means_the_default() {
+        let message = v1::Assignment { cache: None, ..v1::Assignment::from(&sample()) };
+        assert_eq!(Assignment::try_from(message).unwrap().cache, CacheSpec::default());
     }
 
     #[test]
@@ -279,6 +314,8 @@ mod tests {
             "assignment.workdir_set",
         );
         refuse(|m| m.env[0].name = "A=B".into(), "assignment.env");
+        refuse(|m| m.cache.as_mut().unwrap().memory_bytes = 1, "cache.memory_bytes");
+        refuse(|m| m.cache.as_mut().unwrap().dir = "mnt".into(), "cache.dir");
         refuse(|m| m.disconnect_grace_ms = 0, "assignment.disconnect_grace_ms");
     }
 }

@@ -114,6 +114,12 @@ pub(super) struct JobArgs {
     /// Record which data the job touches first, and read it ahead when the job runs again [default: on]
     #[arg(long, value_name = "on|off", requires = "argv")]
     pub(super) trace: Option<String>,
+    /// Memory on the box for what the job has read [default: 512MiB]
+    #[arg(long, value_name = "SIZE", requires = "argv")]
+    pub(super) cache_memory: Option<String>,
+    /// Disk on the box for more of it, encrypted under a key that ends with the agent [default: off]
+    #[arg(long, value_name = "SIZE", requires = "argv")]
+    pub(super) cache_disk: Option<String>,
     /// The command, executed without a shell
     #[arg(last = true, value_name = "CMD")]
     pub(super) argv: Vec<OsString>,

@@ -75,6 +75,8 @@ fn flags(args: &JobArgs) -> ArgvJob {
         stop_duration: args.stop_duration.clone(),
         disconnect_grace: args.disconnect_grace.clone(),
         trace: args.trace.clone(),
+        cache_memory: args.cache_memory.clone(),
+        cache_disk: args.cache_disk.clone(),
     }
 }
 

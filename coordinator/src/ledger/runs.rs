@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use limb_common::assignment::{Command, Durability};
+use limb_common::assignment::{CacheSpec, Command, Durability};
 use limb_common::class::DataClass;
 use limb_common::id::{Digest, RunId};
 use limb_common::phase::{Attempt, Event, StopCause};
@@ -35,6 +35,8 @@ pub struct RunSpec {
     /// Runs of earlier releases did not say.
     #[serde(default)]
     pub trace: bool,
+    #[serde(default)]
+    pub cache: CacheSpec,
     pub max_duration_ms: u64,
     pub max_cost_micros: u64,
     pub boot_timeout_ms: u64,

@@ -236,6 +236,7 @@ impl Lifecycle {
             command: spec.command(),
             workdir_changes_cap_bytes: spec.workdir_changes_cap_bytes,
             trace: spec.trace,
+            cache: spec.cache.clone(),
             stop_grace: (spec.stop_duration() / 2).min(STOP_GRACE),
             disconnect_grace: spec.disconnect_grace(),
         })

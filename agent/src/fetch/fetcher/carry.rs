@@ -188,7 +188,7 @@ impl Inner {
         }
         // A chunk by itself; or what a pack did not bring, each for its own answer.
         while let Some(&(id, address)) = landing.coming.first() {
-            if let Some(chunk) = self.from_disk(id).await {
+            if let Some(chunk) = self.read_back(id).await {
                 landing.land(id, Origin::Disk, Ok(chunk));
                 continue;
             }
@@ -214,7 +214,7 @@ impl Inner {
         }
     }
 
-    async fn from_disk(&self, id: ChunkId) -> Option<VerifiedChunk> {
+    async fn read_back(&self, id: ChunkId) -> Option<VerifiedChunk> {
         self.spill.as_ref()?.read(id).await
     }
 

@@ -270,10 +270,8 @@ impl State {
     }
 
     fn keep(&mut self, chunk: VerifiedChunk, used: bool) {
-        let id = chunk.id();
         let evicted = self.cache.insert(chunk, used);
         let Some(spill) = &self.spill else { return };
-        spill.note_use(&id);
         for gone in evicted {
             spill.offer(gone.chunk, gone.used);
         }

@@ -16,8 +16,8 @@ use super::uses::Uses;
 
 /// Turns of the hand until nobody is expected to come for what was read ahead.
 const PATIENT_TURNS: u8 = 3;
-/// What is read ahead and not used yet will be: it counts as used so many times more.
-const UNREAD_BONUS: u8 = 2;
+/// What is read ahead and not used yet will be: it is worth more than what was used once.
+const UNREAD_BONUS: u8 = 3;
 
 #[derive(Debug)]
 pub(super) struct Index {
@@ -285,8 +285,8 @@ mod tests {
     #[test]
     fn what_is_used_now_replaces_what_was_used_before() {
         let mut index = Index::new(CHUNKS * CHUNK_BYTES_U64, 1000);
-        (0..10).for_each(|_| drop(hits(&mut index, 0..CHUNKS)));
-        (0..40).for_each(|_| drop(hits(&mut index, 1000..1000 + CHUNKS)));
+        (0..10).for_each(|_| assert!(hits(&mut index, 0..CHUNKS) <= CHUNKS));
+        (0..40).for_each(|_| assert!(hits(&mut index, 1000..1000 + CHUNKS) <= CHUNKS));
         assert!(hits(&mut index, 1000..1000 + CHUNKS) >= CHUNKS - CHUNKS / 8);
     }
 
@@ -303,6 +303,21 @@ mod tests {
         assert_eq!(index.unread_room_bytes(), half * CHUNK_BYTES_U64);
         assert_eq!(hits(&mut index, 0..half), half);
         assert_eq!(index.unread_room_bytes(), 0);
+    }
+
+    #[test]
+    fn nothing_is_written_where_somebody_reads() {
+        let mut index = Index::new(2 * CHUNK_BYTES_U64, 1000);
+        hits(&mut index, 0..2);
+        let reading = [0, 1].map(|number| index.begin_read(&id(number)).unwrap().number.slot);
+        (0..4).for_each(|_| index.note_use(&id(5)));
+        assert_eq!(index.admit(id(5), true), None);
+        assert!(!index.end_read(reading[1], true));
+        assert_eq!(index.admit(id(5), true).unwrap().slot, reading[1]);
+        // What is being written is nobody's to push out, and cannot be read.
+        (0..4).for_each(|_| index.note_use(&id(6)));
+        assert_eq!(index.admit(id(6), true), None);
+        assert!(index.begin_read(&id(5)).is_none());
     }
 
     #[test]

@@ -17,8 +17,7 @@ fn disk() -> tempfile::TempDir {
 fn open(dir: &Path, disk_bytes: u64) -> (Spill, mpsc::Receiver<SpillEvent>) {
     let (tell, told) = mpsc::channel();
     let on_event = Box::new(move |event| drop(tell.send(event)));
-    let settings =
-        SpillSettings { dir: dir.to_owned(), disk_bytes, memory_bytes: MEMORY_BYTES, on_event };
+    let settings = SpillSettings { dir: dir.to_owned(), disk_bytes, memory_bytes: MEMORY_BYTES, on_event };
     (Spill::open(settings).unwrap(), told)
 }
 
@@ -217,7 +216,7 @@ proptest! {
                     spill.settle();
                     offered.insert(number, true);
                 }
-                Step::Use => spill.note_use(&one.id()),
+                Step::Use => spill.shared.lock().index.note_use(&one.id()),
                 Step::Damage => {
                     let mut desk = spill.shared.lock();
                     let Some(store) = desk.store.clone() else { break };

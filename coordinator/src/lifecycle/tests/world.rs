@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use limb_common::assignment::Order;
+use limb_common::assignment::{CacheSpec, Order};
 use limb_common::class::DataClass;
 use limb_common::clock::{self, BootInstant};
 use limb_common::id::{AttemptNumber, Digest, HomeId, InstanceId, RunId};
@@ -425,6 +425,7 @@ pub(super) fn spec() -> RunSpec {
         argv: Vec::new(),
         workdir_changes_cap_bytes: 0,
         trace: true,
+        cache: CacheSpec::default(),
         max_duration_ms: 60_000,
         max_cost_micros: 1_000_000_000,
         boot_timeout_ms: 60_000,
