@@ -352,7 +352,9 @@ pub(super) fn cache(place: &Place<'_>, value: &Node) -> Read<CacheSpec> {
             },
             "dir" => {
                 let path = paths::on_box(place.text(value, "cache.dir")?);
-                cache.dir = Some(path.map_err(|(message, hint)| place.hinted(value.line, message, hint))?);
+                let wrong =
+                    |(message, hint)| place.hinted(value.line, format!("`cache.dir`: {message}"), hint);
+                cache.dir = Some(path.map_err(wrong)?);
             }
             _ => return Err(place.unknown(key, "cache", &CACHE_KEYS)),
         }

@@ -300,7 +300,7 @@ fn the_cache_is_in_memory_unless_the_job_asks_for_a_disk() {
     insta::assert_snapshot!(error("run: a\ncache: {memory: 1MiB}\n"), @"job.yaml:2: `cache.memory` cannot hold what is read ahead; hint: 64MiB is the least, 512MiB the default");
     insta::assert_snapshot!(error("run: a\ncache: {disk: much}\n"), @r#"job.yaml:2: `cache.disk`: "much" is not a size; hint: write it like 512MB, 64GB or 1GiB"#);
     insta::assert_snapshot!(error("run: a\ncache: {dir: /mnt}\n"), @"job.yaml:2: `cache.dir` is for a cache on the disk, and there is none; hint: say how large it may get, like `disk: 20GiB`");
-    insta::assert_snapshot!(error("run: a\ncache: {disk: 1GiB, dir: mnt}\n"), @"job.yaml:2: `mnt` is not an absolute path; hint: name a directory of its own, like /data");
+    insta::assert_snapshot!(error("run: a\ncache: {disk: 1GiB, dir: mnt}\n"), @"job.yaml:2: `cache.dir`: `mnt` is not an absolute path; hint: name a directory of its own, like /data");
     let regulated = "run: a\nmounts: {/d: {source: /d, class: regulated}}\n";
     assert!(parse(&format!("{regulated}cache: {{memory: 1GiB}}\n")).is_ok());
     insta::assert_snapshot!(error(&format!("{regulated}cache: {{disk: 1GiB}}\n")), @"job.yaml:3: data of class `regulated` does not go to a box's disk, not even sealed; hint: leave out `cache.disk`");
