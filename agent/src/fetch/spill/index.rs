@@ -316,7 +316,7 @@ mod tests {
         assert_eq!(index.admit(id(5), true).unwrap().slot, reading[1]);
         // What is being written is nobody's to push out, and cannot be read.
         (0..4).for_each(|_| index.note_use(&id(6)));
-        assert_eq!(index.admit(id(6), true), None);
+        assert_eq!(index.admit(id(6), false), None);
         assert!(index.begin_read(&id(5)).is_none());
     }
 
