@@ -248,3 +248,41 @@ proptest! {
         }
     }
 }
+
+/// `cargo test -p limb-agent --lib what_a_mebibyte_costs -- --ignored --nocapture`, with `--release`
+/// for figures to quote (docs/performance.md).
+#[test]
+#[ignore = "a measurement"]
+fn what_a_mebibyte_costs() {
+    use limb_common::clock::boottime;
+    const ROUNDS: u32 = 200;
+    let dir = disk();
+    let (spill, _events) = open(dir.path(), 256 << 20);
+    let key = LockedKey::random().unwrap();
+    let one = chunk(1, CHUNK_BYTES);
+    let mut bytes = one.bytes().to_vec();
+    let timed = |name: &str, work: &mut dyn FnMut(u64)| {
+        let began = boottime();
+        (0..u64::from(ROUNDS)).for_each(work);
+        let each = boottime().saturating_since(began) / ROUNDS;
+        println!("{name}: {each:?} per MiB");
+    };
+    let number = |counter| WriteNumber { slot: 0, counter };
+    let mut tags = Vec::new();
+    timed("seal", &mut |round| tags.push(key.seal(number(round), &one.id(), &mut bytes).unwrap()));
+    timed("open", &mut |round| {
+        let counter = u64::from(ROUNDS) - 1 - round;
+        assert!(key.open(number(counter), &one.id(), tags.pop().unwrap(), &mut bytes));
+    });
+    timed("verify", &mut |_| drop(one.id().verify(one.bytes().clone()).unwrap()));
+    let all: Vec<_> = (0..u64::from(ROUNDS)).map(|number| chunk(number, CHUNK_BYTES)).collect();
+    timed("seal and write", &mut |round| {
+        spill.offer(all[usize::try_from(round).unwrap()].clone(), true);
+        spill.settle();
+    });
+    let runtime = runtime();
+    timed("read, open and verify", &mut |round| {
+        let one = &all[usize::try_from(round).unwrap()];
+        assert!(is(runtime.block_on(spill.read(one.id())), one));
+    });
+}
