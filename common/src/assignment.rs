@@ -36,6 +36,8 @@ pub struct Assignment {
     pub setup: String,
     pub command: Command,
     pub workdir_changes_cap_bytes: u64,
+    /// The job's, at most. None: what the box has, less what the agent needs.
+    pub memory_bytes: Option<u64>,
     /// First touches are recorded, and those of earlier runs of the same job read ahead.
     pub trace: bool,
     pub cache: CacheSpec,

@@ -44,6 +44,8 @@ pub const DEFAULT_DISCONNECT_GRACE: Duration = Duration::from_secs(20 * 60);
 pub const MAX_DISCONNECT_GRACE: Duration = Duration::from_secs(25 * 60);
 /// Changed workdir files are brought home up to this much.
 pub const WORKDIR_CHANGES_CAP_BYTES: u64 = 1 << 30;
+/// A job with less could not even be put into place.
+pub const LEAST_MEMORY_BYTES: u64 = 16 << 20;
 /// What `retry:` means where it does not say how often.
 pub const DEFAULT_RETRY_ATTEMPTS: u32 = 3;
 
@@ -175,6 +177,9 @@ pub struct Limits {
     pub stop_duration: Duration,
     /// The lease's TTL: how long the box may go on without home.
     pub disconnect_grace: Duration,
+    /// What all processes of the job may have together, swap included; who takes more is killed.
+    /// None: what the box has, less what limb's agent there needs.
+    pub memory_bytes: Option<u64>,
 }
 
 impl Default for Limits {
@@ -185,6 +190,7 @@ impl Default for Limits {
             boot_timeout: DEFAULT_BOOT_TIMEOUT,
             stop_duration: DEFAULT_STOP_DURATION,
             disconnect_grace: DEFAULT_DISCONNECT_GRACE,
+            memory_bytes: None,
         }
     }
 }

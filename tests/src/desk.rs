@@ -125,6 +125,7 @@ impl Desk for TestDesk {
             setup: String::new(),
             command: Command::Script("true".to_owned()),
             workdir_changes_cap_bytes: 0,
+            memory_bytes: None,
             trace: true,
             cache: CacheSpec::default(),
             stop_grace: Duration::from_secs(1),

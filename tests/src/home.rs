@@ -395,3 +395,20 @@ pub fn lacks(what: &str, there: bool) -> bool {
 pub fn lacks_fuse() -> bool {
     lacks("no /dev/fuse on this machine", Path::new("/dev/fuse").exists())
 }
+
+/// `true` when the test must be skipped because no group of a job could limit its memory here.
+#[must_use]
+pub fn lacks_memory_controller() -> bool {
+    let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let v1 = own.lines().any(|line| line.split(':').nth(1) == Some("memory"))
+        && Path::new("/sys/fs/cgroup/memory").is_dir();
+    let v2 = own.lines().find_map(|line| line.strip_prefix("0::/")).is_some_and(|path| {
+        let group = Path::new("/sys/fs/cgroup").join(path);
+        let has = |file: &str| fs::read_to_string(group.join(file)).is_ok_and(|text| text.contains("memory"));
+        // Groups with processes of their own give nothing on; the root of all is the exception.
+        let is_root = !group.join("cgroup.type").exists();
+        has("cgroup.subtree_control") || (is_root && has("cgroup.controllers"))
+    });
+    let is_root = nix::unistd::geteuid().is_root();
+    lacks("no memory controller for a job on this machine", is_root && (v1 || v2))
+}

@@ -7,7 +7,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 
-use limb_tests::home::{Client, Ended, Home, lacks_fuse};
+use limb_tests::home::{Client, Ended, Home, lacks_fuse, lacks_memory_controller};
 use limb_tests::wait::wait_for;
 
 const OUT: &str = "outputs: {/out: {dest: \"{root}/dest/{name}\"}}\n";
@@ -250,4 +250,71 @@ fn a_workdir_gets_home_also_where_no_overlay_can_be_had() {
     let ended = home.run("bare", "run: |\n  echo a > a\n");
     assert_eq!(ended.code, 0, "{ended:?}\n{}", home.log());
     assert_eq!(changes(&home, "state/a:b"), named(&[("a", "a\n")]));
+}
+
+/// Prints the limit that the kernel has for the job, in either kind of hierarchy.
+const SHOW_LIMIT: &str = "g=$(sed -n 's/^[0-9]*:memory://p' /proc/self/cgroup)\n  \
+                          if [ -n \"$g\" ]; then f=/sys/fs/cgroup/memory$g/memory.limit_in_bytes\n  \
+                          else f=/sys/fs/cgroup$(sed -n 's/^0:://p' /proc/self/cgroup)/memory.max; fi\n  \
+                          echo limit=$(cat $f)\n";
+
+fn limit_shown(output: &str) -> u64 {
+    let text = output.lines().find_map(|line| line.strip_prefix("limit="));
+    text.and_then(|text| text.parse().ok()).unwrap_or_else(|| panic!("no limit: {output}"))
+}
+
+#[test]
+fn a_job_that_takes_more_memory_than_it_may_ends_as_out_of_memory_and_its_results_are_home() {
+    if lacks_fuse() || lacks_memory_controller() {
+        return;
+    }
+    let home = serve();
+    let job = home.job(
+        "greedy",
+        &format!(
+            "{OUT}limits: {{memory: 96MiB}}\nrun: |\n  {SHOW_LIMIT}  exec python3 - <<'EOF'\n  import os\n  \
+             with open('/out/closed', 'wb') as f: f.write(b'c' * 2500000)\n  \
+             g = open('/out/synced', 'wb', buffering=0); g.write(b's' * 2500000); os.fsync(g.fileno())\n  \
+             held = []\n  while len(held) < 1000: held.append(b'x' * (1 << 20) + b'y' * len(held))\n  EOF\n"
+        ),
+    );
+    let ended = home.say(&["run", "-y", "--json", &job]);
+    assert_eq!(ended.code, 137, "{ended:?}\n{}", home.log());
+    assert_eq!(limit_shown(&ended.stderr), 96 << 20);
+    let said: serde_json::Value = serde_json::from_str(&ended.stdout).unwrap();
+    let outcome = &said["outcome"];
+    assert_eq!(outcome["job"], "signal 9 (out of memory)", "{ended:?}");
+    assert_eq!(outcome["exit_code"], 137, "{ended:?}");
+    assert_eq!(outcome["exit_origin"], "job", "{ended:?}");
+    assert_eq!(outcome["destroy"], "confirmed", "{ended:?}");
+    assert_eq!(home.ps("greedy").unwrap()["outcome"], *outcome);
+    for name in ["closed", "synced"] {
+        let bytes = home.read(format!("dest/greedy/{name}"));
+        assert!(bytes.is_some_and(|bytes| bytes.len() == 2_500_000), "{name}: {ended:?}");
+    }
+    home.assert_no_box_left();
+    // One process of several: the others go on, and the job's own code follows.
+    let ended = home.run(
+        "child",
+        "limits: {memory: 96MiB}\nrun: |\n  python3 -c 'x = bytearray(300 << 20)'\n  code=$?\n  echo went on\n  exit $code\n",
+    );
+    assert_eq!(ended.code, 137, "{ended:?}");
+    assert!(ended.stdout.contains("went on"), "{ended:?}");
+    assert!(ended.stderr.contains("job exit 137 (out of memory)"), "{ended:?}");
+    home.assert_no_box_left();
+}
+
+#[test]
+fn a_job_that_says_nothing_of_memory_leaves_the_agent_what_it_needs() {
+    if lacks_fuse() || lacks_memory_controller() {
+        return;
+    }
+    let home = serve();
+    let ended = home.run("modest", &format!("run: |\n  {SHOW_LIMIT}"));
+    assert_eq!(ended.code, 0, "{ended:?}\n{}", home.log());
+    let whole = limb_agent::job::cgroup::box_memory_bytes();
+    let limit = limit_shown(&ended.stdout);
+    assert!(limit < whole && limit >= whole / 2, "{limit} of {whole}");
+    assert!(!home.events("modest").contains("memory-not-limited"));
+    home.assert_no_box_left();
 }

@@ -3,6 +3,9 @@
 //! OOM kills, and keeps the job from starving the agent.
 //!
 //! Never: fail a job because a group could not be had.
+//!
+//! Memory: what the job's processes allocate, write to a tmpfs and keep in the page cache counts;
+//! what they write to an output is the agent's.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +15,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
     pub memory_bytes: Option<u64>,
+    /// What is more than `memory_bytes` may go to the machine's swap, if it has any.
+    pub may_swap: bool,
     pub pids: Option<u64>,
+}
+
+impl Limits {
+    /// `asked`: the owner's limit, swap included. The job never gets what the agent needs, but
+    /// half of a small box is its own; where nothing was asked, swap is as the machine has it.
+    /// `box_bytes` is 0 where it is not known.
+    #[must_use]
+    pub fn of_memory(asked: Option<u64>, box_bytes: u64, agent_bytes: u64) -> Self {
+        let rest = (box_bytes > 0).then(|| box_bytes - agent_bytes.min(box_bytes / 2));
+        let memory_bytes = asked.into_iter().chain(rest).min();
+        Self { memory_bytes, may_swap: asked.is_none(), pids: None }
+    }
 }
 
 /// What a group's name starts with; the agent's pid and a number follow.
@@ -24,6 +41,7 @@ pub struct Group {
     unified: Option<PathBuf>,
     memory_v1: Option<PathBuf>,
     pids_v1: Option<PathBuf>,
+    has_memory_limit: bool,
     /// The machine's OOM kills when the job started: what remains without a group.
     kills_before: u64,
 }
@@ -37,22 +55,25 @@ impl Group {
         let name = &format!("{PREFIX}{}-{number}", std::process::id());
         let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-        let group = Self {
+        let mut group = Self {
             unified: make(find(&mounts, &own, None), name),
             memory_v1: make(find(&mounts, &own, Some("memory")), name),
             pids_v1: make(find(&mounts, &own, Some("pids")), name),
+            has_memory_limit: false,
             kills_before: machine_kills(),
         };
         group.limit(limits);
         group
     }
 
-    fn limit(&self, limits: Limits) {
+    fn limit(&mut self, limits: Limits) {
         if let Some(bytes) = limits.memory_bytes {
-            put(self.unified.as_ref(), "memory.max", bytes);
-            put(self.unified.as_ref(), "memory.swap.max", 0);
-            put(self.memory_v1.as_ref(), "memory.limit_in_bytes", bytes);
-            put(self.memory_v1.as_ref(), "memory.memsw.limit_in_bytes", bytes);
+            self.has_memory_limit = put(self.unified.as_ref(), "memory.max", bytes)
+                | put(self.memory_v1.as_ref(), "memory.limit_in_bytes", bytes);
+            if !limits.may_swap {
+                put(self.unified.as_ref(), "memory.swap.max", 0);
+                put(self.memory_v1.as_ref(), "memory.memsw.limit_in_bytes", bytes);
+            }
         }
         if let Some(pids) = limits.pids {
             put(self.unified.as_ref(), "pids.max", pids);
@@ -66,7 +87,7 @@ impl Group {
 
     /// The files that a process writes itself into.
     pub(crate) fn entrances(&self) -> Vec<String> {
-        self.all().map(|path| path.join("cgroup.procs").display().to_string()).collect()
+        self.all().map(|path| entrance(path)).collect()
     }
 
     /// Whether memory is counted for this job alone.
@@ -74,6 +95,13 @@ impl Group {
     pub fn counts_memory(&self) -> bool {
         self.memory_v1.is_some()
             || self.unified.as_ref().is_some_and(|path| path.join("memory.events").exists())
+    }
+
+    /// Whether [`Limits::memory_bytes`] holds, if these entrances could not be used.
+    pub(crate) fn limits_memory(&self, outside: &[String]) -> bool {
+        let group = self.memory_v1.as_ref().or(self.unified.as_ref());
+        let is_inside = |path: &PathBuf| !outside.contains(&entrance(path));
+        self.has_memory_limit && group.is_some_and(is_inside)
     }
 
     /// Whether the number of processes is limited for this job alone.
@@ -107,6 +135,35 @@ impl Drop for Group {
             let _removed = fs::remove_dir(path);
         }
     }
+}
+
+/// What this box may use of its machine's memory: all of it, or what the groups around us leave.
+/// 0: not known.
+#[must_use]
+pub fn box_memory_bytes() -> u64 {
+    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let v1 = find(&mounts, &own, Some("memory"))
+        .and_then(|path| fs::read_to_string(path.join("memory.stat")).ok())
+        .and_then(|text| field(&text, "hierarchical_memory_limit"));
+    let unified = find(&mounts, &own, None);
+    let v2 = unified
+        .iter()
+        .flat_map(|path| path.ancestors())
+        .filter_map(|path| fs::read_to_string(path.join("memory.max")).ok()?.trim().parse().ok());
+    total_bytes(&meminfo).into_iter().chain(v1).chain(v2).min().unwrap_or(0)
+}
+
+/// `MemTotal` of /proc/meminfo.
+fn total_bytes(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kilobytes.checked_mul(1024)
+}
+
+fn entrance(group: &Path) -> String {
+    group.join("cgroup.procs").display().to_string()
 }
 
 fn machine_kills() -> u64 {
@@ -185,11 +242,15 @@ fn share_controllers(parent: &Path) {
     }
 }
 
-fn put(group: Option<&PathBuf>, file: &str, value: u64) {
-    if let Some(group) = group
-        && let Err(error) = fs::write(group.join(file), value.to_string())
-    {
-        tracing::debug!(group = %group.display(), file, %error, "not set");
+/// Whether it is set.
+fn put(group: Option<&PathBuf>, file: &str, value: u64) -> bool {
+    let Some(group) = group else { return false };
+    match fs::write(group.join(file), value.to_string()) {
+        Ok(()) => true,
+        Err(error) => {
+            tracing::debug!(group = %group.display(), file, %error, "not set");
+            false
+        }
     }
 }
 
@@ -205,6 +266,25 @@ mod tests {
         assert_eq!(find(mounts, own, Some("memory")), Some("/nowhere/memory".into()));
         assert_eq!(find(mounts, own, None), Some("/nowhere/unified".into()));
         assert_eq!(find(mounts, own, Some("pids")), None);
+    }
+
+    #[test]
+    fn the_agent_keeps_what_it_needs_and_the_job_half_of_a_small_box() {
+        let of = |asked, whole| Limits::of_memory(asked, whole, 3 << 20);
+        let limits = |memory_bytes, may_swap| Limits { memory_bytes, may_swap, pids: None };
+        assert_eq!(of(None, 10 << 20), limits(Some(7 << 20), true));
+        assert_eq!(of(None, 4 << 20), limits(Some(2 << 20), true));
+        assert_eq!(of(Some(1 << 20), 10 << 20), limits(Some(1 << 20), false));
+        assert_eq!(of(Some(9 << 20), 10 << 20), limits(Some(7 << 20), false));
+        assert_eq!(of(None, 0), limits(None, true));
+        assert_eq!(of(Some(9 << 20), 0), limits(Some(9 << 20), false));
+    }
+
+    #[test]
+    fn a_box_has_no_more_than_its_machine() {
+        assert_eq!(total_bytes("MemTotal:       24683652 kB\nMemFree: 1 kB\n"), Some(24_683_652 << 10));
+        let machine = total_bytes(&fs::read_to_string("/proc/meminfo").unwrap()).unwrap();
+        assert!((1..=machine).contains(&box_memory_bytes()), "{} of {machine}", box_memory_bytes());
     }
 
     #[test]

@@ -164,10 +164,9 @@ fn inner(socket: &UnixStream, order: Order, in_user_namespace: bool) -> ExitCode
         return ExitCode::FAILURE;
     }
     let Ok(signals) = block(&[Signal::SIGCHLD, Signal::SIGTERM]) else { return ExitCode::FAILURE };
-    for entrance in &order.cgroups {
-        // "0" is the writer itself; a group that cannot be entered is done without.
-        let _entered = std::fs::write(entrance, "0");
-    }
+    // "0" is the writer itself; a group that cannot be entered is done without.
+    let outside = order.cgroups.iter().filter(|entrance| std::fs::write(entrance, "0").is_err());
+    let outside = outside.cloned().collect();
     let entered = super::view::build::enter(&order.view, in_user_namespace);
     match entered {
         Ok(()) => {}
@@ -187,7 +186,7 @@ fn inner(socket: &UnixStream, order: Order, in_user_namespace: bool) -> ExitCode
             return ExitCode::FAILURE;
         }
     }
-    tell(socket, &Told::ViewReady);
+    tell(socket, &Told::ViewReady { outside });
     steps::run_all(socket, &signals, &order);
     ExitCode::SUCCESS
 }

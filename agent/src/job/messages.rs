@@ -59,11 +59,24 @@ pub(crate) enum Told {
     NoNamespaces(String),
     OverlayRefused(String),
     ViewFailed(String),
-    ViewReady,
+    /// `outside`: those of [`Order::cgroups`] that could not be entered.
+    ViewReady {
+        outside: Vec<String>,
+    },
     Started(Step),
-    Exited { step: Step, code: i32 },
-    Signalled { step: Step, signal: i32 },
-    CouldNotStart { step: Step, code: i32, why: String },
+    Exited {
+        step: Step,
+        code: i32,
+    },
+    Signalled {
+        step: Step,
+        signal: i32,
+    },
+    CouldNotStart {
+        step: Step,
+        code: i32,
+        why: String,
+    },
 }
 
 pub(crate) fn send_order(mut to: impl Write, order: &Order) -> io::Result<()> {

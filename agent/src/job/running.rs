@@ -31,6 +31,8 @@ const KILL_BOUND: Duration = Duration::from_secs(5);
 struct Known {
     /// Whether it could be put into place.
     placed: Option<Result<(), Told>>,
+    /// Entrances of groups that it could not enter.
+    outside: Vec<String>,
     step: Option<JobStep>,
     ended: Option<(JobStep, EndedBy)>,
     /// Somebody had ordered the end by then.
@@ -126,6 +128,12 @@ impl RunningJob {
         KillSwitch(self.shared.clone())
     }
 
+    /// Whether the job's [`super::Limits::memory_bytes`] holds here.
+    #[must_use]
+    pub fn limits_memory(&self) -> bool {
+        self.shared.group.limits_memory(&self.known.borrow().outside)
+    }
+
     /// Waits until `step` has started. False: the job ended before.
     pub async fn started(&self, step: JobStep) -> bool {
         let reached = |known: &Known| known.step == Some(step) || known.step == Some(JobStep::Run);
@@ -215,7 +223,7 @@ fn refusal(told: Told) -> JobError {
         Told::NoNamespaces(why) => JobError::NoNamespaces(why),
         Told::OverlayRefused(why) => JobError::OverlayRefused(why),
         Told::ViewFailed(why) => JobError::View(why),
-        Told::ViewReady
+        Told::ViewReady { .. }
         | Told::Started(_)
         | Told::Exited { .. }
         | Told::Signalled { .. }
@@ -267,7 +275,10 @@ fn learn(known: &mut Known, told: Told, stopped: bool) {
         Told::NoNamespaces(_) | Told::OverlayRefused(_) | Told::ViewFailed(_) => {
             known.placed = Some(Err(told))
         }
-        Told::ViewReady => known.placed = Some(Ok(())),
+        Told::ViewReady { outside } => {
+            known.placed = Some(Ok(()));
+            known.outside = outside;
+        }
         Told::Started(step) => known.step = Some(step.into()),
         Told::Exited { step, code } => known.end(step, EndedBy::Exit(code), stopped),
         Told::Signalled { step, signal } => known.end(step, EndedBy::Signal(signal), stopped),

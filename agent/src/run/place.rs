@@ -9,7 +9,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use limb_common::assignment::{Assignment, Durability, OutputSpec, SetSpec, WORKDIR_CHANGES};
+use limb_common::assignment::{Assignment, CacheSpec, Durability, OutputSpec, SetSpec, WORKDIR_CHANGES};
 use limb_common::manifest::{Manifest, ROOT};
 use limb_common::report::BoxEvent;
 use tokio::runtime::Handle;
@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::cache::Ground;
 use super::traces::Traces;
-use crate::fetch::{ChunkSource, FetchError, Fetcher};
+use crate::fetch::{ChunkSource, FetchError, Fetcher, FetcherLimits};
 use crate::job::layer::WorkdirLayer;
 use crate::job::{Access, Bind, View, Workdir};
 use crate::leash::{Leash, Stage};
@@ -36,6 +36,15 @@ use crate::results::{Outbox, OutboxSettings, Output, OutputSettings, Refusal, Tr
 const DIRTY_BYTES: u64 = 512 << 20;
 /// At home, and still here to be read back.
 const CLEAN_BYTES: u64 = 128 << 20;
+
+/// Buffers of a program that streams, and its manifests.
+const OWN_BYTES: u64 = 256 << 20;
+
+/// What the agent may come to hold, with what is on its way: the job must leave so much.
+pub(super) fn agent_bytes(cache: &CacheSpec) -> u64 {
+    let FetcherLimits { cache_bytes, in_flight_bytes } = FetcherLimits::with_cache(cache.memory_bytes);
+    cache_bytes.saturating_add(in_flight_bytes + DIRTY_BYTES + CLEAN_BYTES + OWN_BYTES)
+}
 
 /// The job's place could not be made.
 #[derive(Debug, thiserror::Error)]

@@ -20,7 +20,8 @@ use limb_common::task::{self, Task};
 use tokio::sync::watch;
 
 use super::keeping;
-use super::place::{Builder, Mounts, Place};
+use super::place::{Builder, Mounts, Place, agent_bytes, notice};
+use crate::job::cgroup::box_memory_bytes;
 use crate::job::{JobError, JobSpec, Limits, RunningJob, Workdir, base_env, this_program};
 use crate::leash::Stage;
 use crate::link::channels::Channels;
@@ -34,6 +35,9 @@ use crate::results::Output;
 const UNHURRIED: Duration = Duration::from_secs(365 * 86_400);
 /// A shell's code for a program that cannot be executed.
 const CANNOT_RUN: i32 = 126;
+
+const NO_MEMORY_LIMIT: &str = "this box has no memory controller for the job: nothing limits what it takes; \
+                               hint: run the agent as root, or in a unit with Delegate=yes";
 
 /// The kernel tells of the last closes of a job that has ended within milliseconds.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
@@ -119,6 +123,13 @@ pub(super) async fn start(
         }
         other => other?,
     };
+    if !job.limits_memory() {
+        // Where nobody asked for a limit, the kernel still takes the job before the agent.
+        match assignment.memory_bytes {
+            Some(_) => notice(builder.reporter, "memory-not-limited", NO_MEMORY_LIMIT.to_owned()),
+            None => tracing::info!("{NO_MEMORY_LIMIT}"),
+        }
+    }
     let switch = job.kill_switch();
     builder.link.leash().register(Stage::KillJob, "job", move || switch.fire());
     let logs = LogBuffer::new(private_dir, LogLimits::default());
@@ -140,7 +151,11 @@ fn job_spec(assignment: &Assignment, view: crate::job::View) -> JobSpec {
         secrets: assignment.secrets.clone(),
         cwd: None,
         view,
-        limits: Limits::default(),
+        limits: Limits::of_memory(
+            assignment.memory_bytes,
+            box_memory_bytes(),
+            agent_bytes(&assignment.cache),
+        ),
         init_program: this_program(),
     }
 }

@@ -8,8 +8,8 @@ use super::read::{Place, Read};
 use super::yaml::{Node, Value};
 use super::{
     CacheSpec, DEFAULT_RETRY_ATTEMPTS, DestTemplate, Durability, EnvEntry, EnvValue, Infra, JobFileError,
-    Limits, Links, MAX_DISCONNECT_GRACE, Mount, Output, Resources, Retry, RetryEvent, SecretName, Source,
-    nearest,
+    LEAST_MEMORY_BYTES, Limits, Links, MAX_DISCONNECT_GRACE, Mount, Output, Resources, Retry, RetryEvent,
+    SecretName, Source, nearest,
 };
 use crate::class::DataClass;
 use crate::units::{Micros, parse_duration, parse_money, parse_size};
@@ -17,8 +17,8 @@ use crate::units::{Micros, parse_duration, parse_money, parse_size};
 const SOURCE_KEYS: [&str; 3] = ["source", "class", "links"];
 const OUTPUT_KEYS: [&str; 2] = ["dest", "durability"];
 const RESOURCE_KEYS: [&str; 7] = ["gpu", "cpu", "memory", "disk", "infra", "max_price", "accelerators"];
-const LIMIT_KEYS: [&str; 6] =
-    ["max_duration", "max_cost", "boot_timeout", "stop_duration", "disconnect_grace", "gpu_idle"];
+const LIMIT_KEYS: [&str; 7] =
+    ["max_duration", "max_cost", "boot_timeout", "stop_duration", "disconnect_grace", "memory", "gpu_idle"];
 const RETRY_KEYS: [&str; 2] = ["on_events", "max_attempts"];
 const CACHE_KEYS: [&str; 3] = ["memory", "disk", "dir"];
 /// More attempts than this is a loop, not a retry.
@@ -283,6 +283,19 @@ fn duration(place: &Place<'_>, value: &Node, key: &str) -> Read<Duration> {
     Ok(parsed)
 }
 
+fn memory(place: &Place<'_>, value: &Node) -> Read<u64> {
+    let bytes = parse_size(place.text(value, "memory")?)
+        .map_err(|error| split_hint(place, value.line, "memory", &error.to_string()))?;
+    if bytes < LEAST_MEMORY_BYTES {
+        return Err(place.hinted(
+            value.line,
+            format!("`memory`: a job cannot live on {bytes} bytes"),
+            "16MiB is the least; write it like 512MB or 64GB",
+        ));
+    }
+    Ok(bytes)
+}
+
 /// Units carry their own hint.
 fn split_hint(place: &Place<'_>, line: u64, key: &str, message: &str) -> JobFileError {
     match message.split_once("; hint: ") {
@@ -309,6 +322,7 @@ pub(super) fn limits(place: &Place<'_>, value: &Node) -> Read<Limits> {
                     ));
                 }
             }
+            "memory" => limits.memory_bytes = Some(memory(place, value)?),
             "gpu_idle" => match value.value {
                 Value::Null => {}
                 Value::Scalar(_) | Value::Sequence(_) | Value::Mapping(_) => {

@@ -34,7 +34,7 @@ setup: |
   pip install -r requirements.txt
 run: |
   torchrun train.py
-limits: {max_duration: 6h, max_cost: 2.50, boot_timeout: 10m, stop_duration: 90s, disconnect_grace: 1m}
+limits: {max_duration: 6h, max_cost: 2.50, boot_timeout: 10m, stop_duration: 90s, disconnect_grace: 1m, memory: 64GB}
 retry: {on_events: [lost], max_attempts: 3}
 notify: []
 "#,
@@ -57,6 +57,7 @@ notify: []
     assert_eq!(job.outputs[0].dest.render("n", "r-1", 2), Path::new("/home/ada/project/runs/n/ckpt"));
     assert_eq!(job.limits.max_cost, Micros(2_500_000));
     assert_eq!(job.limits.stop_duration, Duration::from_secs(90));
+    assert_eq!(job.limits.memory_bytes, Some(64_000_000_000));
     assert_eq!(job.retry, Retry { on_events: vec![RetryEvent::Lost], max_attempts: 3 });
     assert_eq!(job.command, Command::Script("torchrun train.py\n".into()));
     assert_eq!(job.wanted(), Wanted { env: vec!["USER"], secrets: vec!["HF_TOKEN"] });
@@ -104,6 +105,8 @@ fn values_are_checked_where_they_stand() {
     insta::assert_snapshot!(error("run: a\nlimits: {max_duration: 0s}\n"), @"job.yaml:2: `max_duration` cannot be zero; hint: there is no way to switch a limit off; say a long one");
     insta::assert_snapshot!(error("run: a\nlimits: {max_cost: lots}\n"), @r#"job.yaml:2: `max_cost`: "lots" is not a sum of money; hint: write it like 25.00 (dollars)"#);
     insta::assert_snapshot!(error("run: a\nlimits: {disconnect_grace: 2h}\n"), @"job.yaml:2: `disconnect_grace` is longer than a box's certificate can cover; hint: 25m is the most");
+    insta::assert_snapshot!(error("run: a\nlimits: {memory: much}\n"), @r#"job.yaml:2: `memory`: "much" is not a size; hint: write it like 512MB, 64GB or 1GiB"#);
+    insta::assert_snapshot!(error("run: a\nlimits: {memory: 64}\n"), @"job.yaml:2: `memory`: a job cannot live on 64 bytes; hint: 16MiB is the least; write it like 512MB or 64GB");
     insta::assert_snapshot!(error("run: a\nlimits: {max_cost: [1]}\n"), @"job.yaml:2: `max_cost` must be a single value, not a list");
     insta::assert_snapshot!(error("run: a\nlimits: 6h\n"), @"job.yaml:2: `limits` must be a mapping, not a single value");
     insta::assert_snapshot!(error("run: a\nname: ../x\n"), @r#"job.yaml:2: "../x" cannot be a name; hint: use at most 63 letters, digits, `.`, `_` and `-`, a letter or digit first: it becomes a directory name"#);

@@ -42,6 +42,9 @@ pub struct RunSpec {
     pub boot_timeout_ms: u64,
     pub stop_duration_ms: u64,
     pub disconnect_grace_ms: u64,
+    /// Runs of earlier releases had no limit.
+    #[serde(default)]
+    pub memory_bytes: Option<u64>,
     pub retry_no_capacity: bool,
     pub retry_preemption: bool,
     pub retry_lost: bool,

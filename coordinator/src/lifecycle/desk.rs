@@ -235,6 +235,7 @@ impl Lifecycle {
             setup: spec.setup.clone(),
             command: spec.command(),
             workdir_changes_cap_bytes: spec.workdir_changes_cap_bytes,
+            memory_bytes: spec.memory_bytes,
             trace: spec.trace,
             cache: spec.cache.clone(),
             stop_grace: (spec.stop_duration() / 2).min(STOP_GRACE),

@@ -318,6 +318,7 @@ impl Frozen {
             boot_timeout_ms: millis(job.limits.boot_timeout),
             stop_duration_ms: millis(job.limits.stop_duration),
             disconnect_grace_ms: millis(job.limits.disconnect_grace),
+            memory_bytes: job.limits.memory_bytes,
             retry_no_capacity: retries(RetryEvent::NoCapacity),
             retry_preemption: retries(RetryEvent::Preemption),
             retry_lost: retries(RetryEvent::Lost),

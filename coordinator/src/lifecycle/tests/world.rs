@@ -424,6 +424,7 @@ pub(super) fn spec() -> RunSpec {
         script: Some("true".to_owned()),
         argv: Vec::new(),
         workdir_changes_cap_bytes: 0,
+        memory_bytes: None,
         trace: true,
         cache: CacheSpec::default(),
         max_duration_ms: 60_000,

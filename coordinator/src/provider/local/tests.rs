@@ -67,10 +67,17 @@ async fn wait_until_stopped(local: &Local) {
     until("the box to be stopped", stopped).await;
 }
 
+/// The end of a stand-in's script: it stays as long as the test's directory does, so that nothing
+/// is left of a test that failed, and no longer than a test may take, so that nothing is left of
+/// one that was killed.
+fn stay(dir: &Path) -> String {
+    format!("n=0; while [ -d {} ] && [ $n -lt 1200 ]; do sleep 0.05; n=$((n+1)); done\n", dir.display())
+}
+
 /// An agent that says who it is and then does nothing.
 fn idle(dir: &Path) -> (Local, PathBuf) {
     let pid = dir.join("pid");
-    let script = format!("#!/bin/sh\necho $$ >{}\nwhile :; do sleep 0.05; done\n", pid.display());
+    let script = format!("#!/bin/sh\necho $$ >{}\n{}", pid.display(), stay(dir));
     (driver(dir, &script), pid)
 }
 
@@ -79,8 +86,9 @@ async fn a_box_is_listed_ended_whole_and_removed() {
     let dir = tempfile::tempdir().unwrap();
     let script = format!(
         "#!/bin/sh\ntrap '' TERM\n(setsid sh -c 'echo $$ >{}; exec sleep 60' >/dev/null 2>&1 &)\n\
-         while :; do sleep 0.05; done\n",
-        dir.path().join("stray").display()
+         {}",
+        dir.path().join("stray").display(),
+        stay(dir.path())
     );
     let local = driver(dir.path(), &script);
     assert!(local.list().await.unwrap().is_empty());
