@@ -193,6 +193,17 @@ async fn coordinator_that_will_be_killed() {
     let _never = local.create(request("lb-half-born")).await;
 }
 
+/// A child whose parent was killed: nobody else would end it if the test failed.
+struct Late(i32);
+
+impl Drop for Late {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let _gone = kill(Pid::from_raw(self.0), Signal::SIGKILL);
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_coordinator_killed_at_the_moment_of_the_start_loses_no_box() {
     let dir = tempfile::tempdir().unwrap();
@@ -213,6 +224,7 @@ async fn a_coordinator_killed_at_the_moment_of_the_start_loses_no_box() {
         })
     };
     let child = until("the fork", async || forked()).await;
+    let _late = Late(child);
     coordinator.kill().unwrap();
     let mut said = String::new();
     drop(coordinator.stdout.take().map(|mut out| out.read_to_string(&mut said)));
