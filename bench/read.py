@@ -93,9 +93,9 @@ class Session:
             limb = self.limb(measure.link == "loopback")
             arguments = measure.arguments("/data", figures)
             if measure.traced and measure not in self.traced:
-                limb.run(arguments, mounts, self.args.limb_cap, trace=True)
+                limb.run(arguments, mounts, self.args.limb_cap, measure.cache_mib, trace=True)
                 self.traced.add(measure)
-            return limb.run(arguments, mounts, self.args.limb_cap, trace=measure.traced)
+            return limb.run(arguments, mounts, self.args.limb_cap, measure.cache_mib, trace=measure.traced)
         if tool in peers.MOUNTS:
             return peers.mounted(self.lab, tool, measure.work, measure.arguments(self.lab.mnt, figures),
                                  measure.cap * self.args.cap)

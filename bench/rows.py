@@ -6,8 +6,7 @@ that look at the same measure share its runs.
 import dataclasses
 from collections.abc import Callable
 
-# The agent's cache has no setting yet: CACHE_BYTES in agent/src/run/place.rs, and the size at which
-# the random reads are to be measured.
+# What a job gets that says nothing.
 CACHE_BYTES = 512 << 20
 ANONYMOUS_ALLOWED_MIB = (CACHE_BYTES >> 20) + 40
 CORES_ALLOWED = 0.4
@@ -24,6 +23,7 @@ class Measure:
     mounts: bool = True
     copies: bool = False
     cap: int = 1                       # mounts get this many times --cap seconds
+    cache_mib: int = CACHE_BYTES >> 20 # of limb's agent
     traced: bool = False               # limb ran the same job before, and reads ahead by its trace
 
 
@@ -64,7 +64,7 @@ SEQ = {link: Measure("seq", link, "big", whole("big/big.bin"), copies=True, cap=
 BF16 = Measure("seq", "near", "bf16", whole("bf16/model.safetensors"), copies=True, cap=3)
 MMAP = Measure("mmap", "fibre", "big", lambda at, _: ["mmap", f"{at}/big/big.bin"], mounts=False)
 TENSORS = Measure("tensors", "near", "bf16", lambda at, _: ["tensors", f"{at}/bf16/model.safetensors"], mounts=False)
-RAND = Measure("rand", "fibre", "rand", lambda at, _: ["rand", f"{at}/rand/rand.bin"])
+RAND = Measure("rand", "fibre", "rand", lambda at, _: ["rand", f"{at}/rand/rand.bin"], cache_mib=1024)
 READERS = Measure("readers", "mid", "rand", lambda at, _: ["readers", f"{at}/rand/rand.bin", "--span", str(4 * CACHE_BYTES),
                                                            "--count", str(READERS_COUNT)])
 ALONE = Measure("first", "uplink", "first", lambda at, _: ["first", f"{at}/first"])
@@ -83,7 +83,7 @@ ROWS = [
     Row("mmap", MMAP, "MB/s", rate, lambda c: c.limb("seq"), "limb's own read()"),
     Row("tensors", TENSORS, "MB/s", rate, lambda c: c.limb("bf16"), "limb's own read() of the same file"),
     Row("rand", RAND, "reads/s", per_second("done"), lambda _: None, "",
-        note=f"the agent's cache is {CACHE_BYTES >> 20} MiB: there is no setting yet"),
+        note=f"over 8 GiB, with a cache of {RAND.cache_mib} MiB"),
     Row("first", ALONE, "RTT", rtts, lambda _: 1, "one round trip", lower=True),
     Row("beside", BESIDE, "RTT", rtts, lambda _: 1, "one round trip", lower=True,
         note="the first 4 KiB while another file is read at full speed"),
