@@ -49,6 +49,16 @@ pub(crate) struct Shelf {
     lower: HashMap<(u64, u64), Vec<u8>>,
 }
 
+/// What becomes of bytes that the box wants back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reads {
+    Served,
+    /// Answered when it is this no more, with what home has then.
+    Held,
+    Lost,
+    Flipped,
+}
+
 pub(crate) struct State {
     pub(crate) shelf: Mutex<Shelf>,
     /// The next streams end after so many frames.
@@ -61,6 +71,9 @@ pub(crate) struct State {
     pub(crate) refuse: Mutex<BTreeMap<Vec<u8>, i32>>,
     pub(crate) changed: watch::Sender<u64>,
     pub(crate) frames: watch::Sender<usize>,
+    pub(crate) reads: watch::Sender<Reads>,
+    /// How often bytes were wanted back.
+    pub(crate) read_asks: watch::Sender<usize>,
 }
 
 #[derive(Clone)]
@@ -76,6 +89,8 @@ impl FakeHome {
             refuse: Mutex::default(),
             changed: watch::Sender::new(0),
             frames: watch::Sender::new(0),
+            reads: watch::Sender::new(Reads::Served),
+            read_asks: watch::Sender::new(0),
         }))
     }
 
@@ -398,10 +413,18 @@ impl Shelf {
 
 impl ChunkSource for FakeHome {
     fn fetch(&self, address: ChunkAddress, id: ChunkId, _priority: Priority) -> FetchFuture {
-        let found = self.0.shelf.lock().unwrap().read_back(address);
+        let home = self.clone();
         Box::pin(async move {
+            home.0.read_asks.send_modify(|asks| *asks += 1);
+            let mut reads = home.0.reads.subscribe();
+            let reads = *reads.wait_for(|reads| *reads != Reads::Held).await.unwrap();
+            let found = home.0.shelf.lock().unwrap().read_back(address);
+            let found = found.filter(|_| reads != Reads::Lost);
             let mut bytes = found.ok_or(FetchError::NotFound)?;
             bytes.truncate(id.len as usize);
+            if reads == Reads::Flipped {
+                bytes[0] ^= 1;
+            }
             id.verify(Bytes::from(bytes)).map_err(|error| FetchError::Corrupt { detail: error.to_string() })
         })
     }

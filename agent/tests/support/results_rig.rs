@@ -20,7 +20,7 @@ use limb_common::assignment::{Durability, OutputNumber};
 use limb_common::id::LeaseEpoch;
 use tokio_util::sync::CancellationToken;
 
-use crate::fake_results::{FakeHome, Seen};
+use crate::fake_results::{FakeHome, Reads, Seen};
 
 /// Fields are dropped in this order: the mount before what answers it.
 pub(crate) struct Rig {
@@ -38,6 +38,7 @@ impl Drop for Rig {
     fn drop(&mut self) {
         self.home.0.held.send_replace(false);
         self.home.0.stalled.send_replace(false);
+        self.home.0.reads.send_replace(Reads::Served);
         self.session.unmount().unwrap();
         self.runtime.take().unwrap().shutdown_background();
     }
