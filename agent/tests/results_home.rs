@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use fake_results::{FakeHome, Seen};
+use fake_results::{FakeHome, Reads, Seen};
 use limb_agent::link::results::Uplink;
 use limb_agent::results::outbox::{Outbox, OutboxSettings, Refusal};
 use limb_agent::results::output::{ChangeKind, Output, OutputSettings, Settling};
@@ -536,4 +536,23 @@ async fn what_was_cut_off_does_not_come_back_when_the_file_grows_again() {
         assert!(*rig.home.file("old").unwrap() == wanted);
         assert!(rig.output.read(inode, 0, 4 * CHUNK_BYTES).await.unwrap() == wanted);
     }
+}
+
+/// Home keeps one state of a chunk. Who asks late for the one before is no victim of it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reader_that_a_writer_overtakes_gets_what_was_written() {
+    let rig = rig(Vec::new(), OutboxSettings { dirty_bytes: 64 << 20, clean_bytes: 0 }, None).await;
+    let (inode, handle) = write_file(&rig.output, b"f", &noise(1, 2 * CHUNK_BYTES + 5)).await;
+    rig.output.sync(inode).await.unwrap();
+    rig.home.0.reads.send_replace(Reads::Held);
+    let new = noise(2, 2 * CHUNK_BYTES);
+    let overtaking = async {
+        rig.home.0.read_asks.subscribe().wait_for(|asks| *asks == 1).await.unwrap();
+        rig.output.write(inode, 0, &new).await.unwrap();
+        rig.output.sync(inode).await.unwrap();
+        rig.home.0.reads.send_replace(Reads::Served);
+    };
+    let (got, ()) = tokio::join!(rig.output.read(inode, MIB - 9, 100), overtaking);
+    assert!(got.unwrap() == new[CHUNK_BYTES - 9..CHUNK_BYTES + 91]);
+    rig.output.tree().release(handle).unwrap();
 }

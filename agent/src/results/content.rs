@@ -198,14 +198,18 @@ impl Content {
         sealed.into_iter().filter_map(|index| self.hold(index)).collect()
     }
 
-    /// Takes fetched bytes, if the slot is still the one that they were fetched for.
-    pub(crate) fn install(&mut self, missing: &Missing, bytes: Bytes) {
-        let same = match (self.slots.get(&missing.index), &missing.from) {
+    /// Whether the slot is still the one that lacked its bytes.
+    pub(crate) fn lacks(&self, missing: &Missing) -> bool {
+        match (self.slots.get(&missing.index), &missing.from) {
             (Some(Slot::Lower(now)), MissingFrom::Lower { id, .. }) => now == id,
             (Some(Slot::Sealed(now)), MissingFrom::Home(chunk)) => Arc::ptr_eq(now, chunk),
             _ => false,
-        };
-        if same {
+        }
+    }
+
+    /// Takes fetched bytes, if the slot is still the one that they were fetched for.
+    pub(crate) fn install(&mut self, missing: &Missing, bytes: Bytes) {
+        if self.lacks(missing) {
             self.loaded.insert(missing.index, bytes);
         }
     }

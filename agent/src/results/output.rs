@@ -240,14 +240,31 @@ impl Output {
         len: usize,
         until: &CancellationToken,
     ) -> Result<Vec<u8>, Errno> {
-        let pieces = self.tree().read(inode, offset, len)?;
-        let mut out = Vec::with_capacity(len);
+        loop {
+            let pieces = self.tree().read(inode, offset, len)?;
+            match self.join(inode, pieces, until).await {
+                // A writer was faster: home has its bytes by now, and so have we.
+                Err(lost) if !self.tree().lacks(inode, &lost) && !until.is_cancelled() => {}
+                joined => return joined.map_err(|_| Errno::EIO),
+            }
+        }
+    }
+
+    /// The bytes of all pieces; else the one that home could not give back.
+    async fn join(
+        &self,
+        inode: u64,
+        pieces: Vec<Piece>,
+        until: &CancellationToken,
+    ) -> Result<Vec<u8>, Missing> {
+        let mut out = Vec::new();
         for piece in pieces {
             match piece {
                 Piece::Zeros(count) => out.resize(out.len() + count, 0),
                 Piece::Bytes(bytes) => out.extend_from_slice(&bytes),
                 Piece::Missing { missing, start, len } => {
-                    let bytes = self.fetch(inode, &missing, until).await?;
+                    let fetched = self.fetch(inode, &missing, until).await;
+                    let Ok(bytes) = fetched else { return Err(missing) };
                     let end = bytes.len().min(start + len);
                     out.extend_from_slice(bytes.get(start..end).unwrap_or_default());
                     let zeros = start + len - end.max(start);

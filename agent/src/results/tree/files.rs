@@ -64,6 +64,11 @@ impl Tree {
         Ok(self.names.file_mut(inode)?.content.missing_for_write(offset, len))
     }
 
+    /// Whether what was fetched for this is still what a reader should get.
+    pub(crate) fn lacks(&self, inode: u64, missing: &Missing) -> bool {
+        self.names.file(inode).is_ok_and(|file| file.content.lacks(missing))
+    }
+
     pub(crate) fn install(&mut self, inode: u64, missing: &Missing, bytes: Bytes) {
         if let Ok(file) = self.names.file_mut(inode) {
             file.content.install(missing, bytes);
