@@ -428,3 +428,87 @@ fn over_a_slow_link_random_reads_fetch_no_more_than_their_groups() {
     assert_eq!(refused.raw_os_error(), Some(nix::libc::EIO));
     assert!(matches!(mount.problems.lock().unwrap()[..], [(_, FetchError::Corrupt { .. })]));
 }
+
+#[test]
+fn space_numbers_and_long_names_are_what_programs_expect() {
+    if cannot_mount("space_numbers_and_long_names_are_what_programs_expect") {
+        return;
+    }
+    let mut set = SetBuilder::new();
+    let sizes =
+        [0, 1, 511, 512, 513, 4096, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 5];
+    let folder = set.directory(set.root(), b"d");
+    for size in sizes {
+        set.file(folder, size.to_string().as_bytes(), noise(size as u64, size));
+    }
+    let accents = "\u{e9}".repeat(127) + "x";
+    set.file(set.root(), accents.as_bytes(), Vec::new());
+    let mount = Mounted::new(set, CACHE);
+    for size in sizes {
+        let stat = mount.path(format!("d/{size}")).metadata().unwrap();
+        assert_eq!((stat.size(), stat.blocks()), (size as u64, size.div_ceil(512) as u64));
+    }
+    mount.path(&accents).metadata().unwrap();
+    let longer = mount.path(accents + "x").metadata().unwrap_err();
+    assert_eq!(longer.raw_os_error(), Some(libc::ENAMETOOLONG));
+    let script = "import os,sys\n\
+        all=[e for d in (sys.argv[1],sys.argv[1]+'/d') for e in os.scandir(d)]\n\
+        assert all and [e.inode() for e in all]==[e.stat(follow_symlinks=False).st_ino for e in all]\n\
+        assert len({e.inode() for e in all})==len(all)==12 and max(e.inode() for e in all)<2**31";
+    python(script, &[mount.directory.path()]);
+    assert_eq!(mount.home.asks(), 0);
+}
+
+#[test]
+fn every_way_to_copy_a_file_out_gives_its_bytes() {
+    if cannot_mount("every_way_to_copy_a_file_out_gives_its_bytes") {
+        return;
+    }
+    let bytes = noise(31, 3 * CHUNK_BYTES + 777);
+    let mut set = SetBuilder::new();
+    set.file(set.root(), b"f", bytes.clone());
+    // Far less than the file: most of it comes more than once.
+    let mount = Mounted::new(set, 1 << 20);
+    let outside = tempfile::tempdir().unwrap();
+    let script = "import os,sys,errno,mmap\nsource,to=sys.argv[1:]; n=os.path.getsize(source)\n\
+        def copy(name,how):\n\
+        \x20 s=os.open(source,os.O_RDONLY); t=os.open(to+'/'+name,os.O_WRONLY|os.O_CREAT); done=0\n\
+        \x20 os.posix_fadvise(s,0,0,os.POSIX_FADV_DONTNEED)\n\
+        \x20 while done<n:\n\
+        \x20  try: got=how(s,t,n-done)\n\
+        \x20  except OSError as e: assert e.errno==errno.EXDEV and done==0,e; os.unlink(to+'/'+name); return\n\
+        \x20  assert got>0; done+=got\n\
+        \x20 assert how(s,t,10)==0\n\
+        copy('ranged',os.copy_file_range)\n\
+        copy('sent',lambda s,t,k: os.sendfile(t,s,None,k))\n\
+        d=os.open(source,os.O_RDONLY|os.O_DIRECT); b=mmap.mmap(-1,1<<20); t=open(to+'/direct','wb'); at=0\n\
+        while at<n:\n\
+        \x20 got=os.preadv(d,[memoryview(b)[:700416]],at); assert got==min(700416,n-at),got\n\
+        \x20 t.write(b[:got]); at+=got";
+    python(script, &[&mount.path("f"), outside.path()]);
+    let copies = "cp --reflink=auto \"$1\" \"$2\"/cloned; dd if=\"$1\" of=\"$2\"/pieces bs=999999 status=none; \
+                  cat \"$1\" | cat > \"$2\"/spliced; ! cp --reflink=always \"$1\" \"$2\"/never 2> /dev/null; \
+                  test ! -s \"$2\"/never; rm -f \"$2\"/never";
+    shell(copies, &[&mount.path("f"), outside.path()]);
+    let copies: Vec<_> = fs::read_dir(outside.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+    assert!(copies.len() >= 5);
+    for copy in copies {
+        assert!(fs::read(&copy).unwrap() == bytes, "{}", copy.display());
+    }
+}
+
+#[test]
+fn pages_touched_in_order_are_read_ahead_as_reads_are() {
+    if cannot_mount("pages_touched_in_order_are_read_ahead_as_reads_are") {
+        return;
+    }
+    let mount = Mounted::new(one_file(48), CACHE);
+    *mount.home.delay.lock().unwrap() = Duration::from_millis(20);
+    let script = "import mmap,sys\nf=open(sys.argv[1],'rb'); m=mmap.mmap(f.fileno(),0,prot=mmap.PROT_READ)\n\
+                  print(sum(m[p] for p in range(0,len(m),4096)))";
+    let sum: usize = noise(14, 48 * CHUNK_BYTES).iter().step_by(4096).map(|&byte| usize::from(byte)).sum();
+    assert_eq!(python(script, &[&mount.path("f")]).trim(), sum.to_string());
+    let counts = mount.home.counts();
+    assert!(counts.len() == 48 && counts.values().all(|&count| count == 1));
+    assert!(mount.home.most_in_flight() >= 8, "{} at once", mount.home.most_in_flight());
+}

@@ -11,6 +11,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
 
 use fake_results::Reads;
 use limb_agent::results::outbox::OutboxSettings;
@@ -251,4 +252,75 @@ fn names_and_attributes_never_wait_for_bytes() {
         assert!(thread.join().unwrap());
     }
     rig.check_home();
+}
+
+const MAPPING: &str = "import mmap,sys\nf=open('mapped','w+b'); f.truncate(12<<20)\n\
+    m=mmap.mmap(f.fileno(),0)\nfor p in range(0,12<<20,4096): m[p:p+8]=p.to_bytes(8,'big')\n\
+    m.flush(); m.close(); f.close()\n";
+
+/// A process that waits in msync, because it has written more than the box may hold.
+fn a_process_that_waits_in_msync(rig: &Rig) -> Child {
+    rig.home.0.held.send_replace(true);
+    let child = Command::new("python3")
+        .args(["-c", MAPPING])
+        .current_dir(rig.directory.path())
+        .stdin(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    wait_for("a full budget", || rig.outbox.budget().is_over());
+    child
+}
+
+fn ended(child: &mut Child) -> ExitStatus {
+    let mut status = None;
+    wait_for("the end of the process", || {
+        status = child.try_wait().unwrap();
+        status.is_some()
+    });
+    status.unwrap()
+}
+
+#[test]
+fn a_mapping_larger_than_the_budget_arrives_whole_or_ends_with_the_mount() {
+    let limits = OutboxSettings { dirty_bytes: 4 << 20, clean_bytes: 0 };
+    let test = "a_mapping_larger_than_the_budget";
+    let Some(rig) = rig(test, limits, Durability::Fsync) else { return };
+    let mut child = a_process_that_waits_in_msync(&rig);
+    names_and_attributes_are_answered(&rig);
+    rig.home.0.held.send_replace(false);
+    assert!(ended(&mut child).success());
+    rig.check_home();
+    let mut wanted = vec![0; 12 * MIB];
+    for (page, bytes) in wanted.chunks_mut(4096).enumerate() {
+        bytes[..8].copy_from_slice(&(page as u64 * 4096).to_be_bytes());
+    }
+    assert!(*rig.home.file("mapped").unwrap() == wanted);
+    let Some(rig) = results_rig::rig(test, limits, Durability::Fsync) else { return };
+    let mut child = a_process_that_waits_in_msync(&rig);
+    rig.session.abort().unwrap();
+    assert!(!ended(&mut child).success());
+}
+
+#[test]
+fn reads_across_the_borders_of_chunks_that_only_home_has_are_exact() {
+    let Some(rig) = rig("reads_across_the_borders", FORGETFUL, Durability::Fsync) else { return };
+    let bytes = noise(5, 5 * MIB + 100);
+    fs::write(rig.path("f"), &bytes).unwrap();
+    rig.check_home();
+    std::thread::scope(|scope| {
+        for reader in 0..4 {
+            let (path, bytes) = (rig.path("f"), &bytes);
+            scope.spawn(move || {
+                for round in 0..40_usize {
+                    let step = reader * 40 + round;
+                    let at = (1 + step % 5) * MIB - step * 7919 % 300_000;
+                    let mut got = vec![0; 1 + step * 104_729 % 700_000];
+                    let read = forgotten_by_the_kernel(&path).read_at(&mut got, at as u64).unwrap();
+                    assert_eq!(read, got.len().min(bytes.len() - at), "{at}");
+                    assert!(got[..read] == bytes[at..at + read], "{at}");
+                }
+            });
+        }
+    });
 }

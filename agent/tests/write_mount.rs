@@ -254,3 +254,107 @@ fn the_fence_keeps_half_written_files_private() {
     assert!(!shelf.visible.contains_key(&b"half"[..]));
     assert_eq!(shelf.partial[&b"half"[..]], noise(4, 1_200_000));
 }
+
+#[test]
+fn a_database_in_wal_mode_is_written_by_processes_at_once() {
+    let Some(rig) = rig("a_database_in_wal_mode", WIDE, Durability::None) else { return };
+    let script = "import sqlite3,sys\nd=sqlite3.connect('db',timeout=60)\n\
+                  d.execute('pragma journal_mode=wal'); d.execute('create table if not exists t(w,x)')\n\
+                  for n in range(30):\n  d.execute('insert into t values(?,?)',(sys.argv[1],n)); d.commit()\n\
+                  d.close()\n";
+    fs::write(rig.path("w.py"), script).unwrap();
+    rig.shell("pids=; for w in 1 2 3; do python3 w.py $w & pids=\"$pids $!\"; done; for p in $pids; do wait $p; done");
+    let look = "import sqlite3\nd=sqlite3.connect('db')\n\
+                assert d.execute('pragma integrity_check').fetchone()==('ok',)\n\
+                assert d.execute('select count(*),sum(x) from t').fetchone()==(90,3*435)\nd.close()\n";
+    rig.shell(&format!("python3 - <<'END'\n{look}END"));
+    rig.check_home();
+}
+
+#[test]
+fn the_calls_that_copy_files_copy_or_say_that_they_cannot() {
+    let Some(rig) = rig("the_calls_that_copy_files", WIDE, Durability::None) else { return };
+    let bytes = noise(9, 3_500_777);
+    let outside = tempfile::tempdir().unwrap();
+    fs::write(outside.path().join("from"), &bytes).unwrap();
+    fs::write(rig.path("from"), &bytes).unwrap();
+    let script = "import os,sys,errno\nn=3500777\n\
+        def copy(how,source,to):\n\
+        \x20 s=os.open(source,os.O_RDONLY); t=os.open(to,os.O_WRONLY|os.O_CREAT,0o644); done=0\n\
+        \x20 while done<n:\n\
+        \x20  try: got=how(s,t,n-done)\n\
+        \x20  except OSError as e: assert e.errno==errno.EXDEV and done==0,e; os.unlink(to); return\n\
+        \x20  assert got>0; done+=got\n\
+        \x20 assert how(s,t,10)==0\n\
+        copy(os.copy_file_range,'from','ranged')\n\
+        assert os.path.getsize('ranged')==n\n\
+        copy(os.copy_file_range,sys.argv[1],'ranged in')\n\
+        copy(lambda s,t,k: os.sendfile(t,s,None,k),'from','sent')\n\
+        copy(lambda s,t,k: os.sendfile(t,s,None,k),sys.argv[1],'sent in')\n";
+    let from = outside.path().join("from");
+    rig.shell(&format!("python3 - '{}' <<'END'\n{script}END", from.display()));
+    rig.shell(&format!("cp --reflink=auto from cloned; cp --reflink=auto '{}' 'cloned in'", from.display()));
+    rig.shell("! cp --reflink=always from 'never' 2> /dev/null; test ! -s never; rm -f never");
+    for entry in fs::read_dir(rig.directory.path()).unwrap() {
+        let path = entry.unwrap().path();
+        assert!(fs::read(&path).unwrap() == bytes, "{}", path.display());
+    }
+    rig.check_home();
+}
+
+#[test]
+fn space_and_numbers_are_what_programs_expect() {
+    let Some(rig) = rig("space_and_numbers", WIDE, Durability::None) else { return };
+    let script = "import os\nM=1<<20\nsizes=[0,1,511,512,513,4096,M-1,M,M+1,3*M+5]\n\
+        os.mkdir('d'); os.symlink('d','link')\n\
+        for s in sizes: open(f'd/{s}','wb').write(b'x'*s)\n\
+        os.link('d/1','d/second'); open('d/sparse','wb').truncate(5*M)\n\
+        def look():\n\
+        \x20 for s in sizes: assert os.stat(f'd/{s}').st_blocks==-(-s//512),s\n\
+        \x20 assert os.stat('d/sparse').st_blocks<=8, os.stat('d/sparse')\n\
+        \x20 assert os.stat('d').st_blocks>=1 and os.stat('d').st_nlink>=1\n\
+        \x20 seen={e.name:e.inode() for d in ('.','d') for e in os.scandir(d)}\n\
+        \x20 assert all(i==os.lstat(n if os.path.lexists(n) else 'd/'+n).st_ino for n,i in seen.items())\n\
+        \x20 assert seen.pop('second')==seen['1'] and len(set(seen.values()))==len(seen)\n\
+        \x20 assert all(0<i<2**31 for i in seen.values()); return seen\n\
+        before=look()\n\
+        os.sync(); assert look()==before\n\
+        name='\u{e9}'*127\n\
+        open(name+'x','w').close(); assert name+'x' in os.listdir('.')\n\
+        try: open(name+'xx','w'); assert False\n\
+        except OSError as e: assert e.errno==36\n";
+    rig.shell(&format!("python3 - <<'END'\n{script}END"));
+    rig.check_home();
+}
+
+#[test]
+fn a_listing_skips_nothing_while_names_go_and_sees_names_that_came() {
+    let Some(rig) = rig("a_listing_skips_nothing", WIDE, Durability::None) else { return };
+    let script = "import os,itertools\nos.mkdir('d')\n\
+        for n in range(2000): open(f'd/{n}','w').close()\n\
+        for n,e in enumerate(os.scandir('d')):\n\
+        \x20 os.unlink(e.path)\n\
+        \x20 if n%100==0: open(f'd/new {n}','w').close()\n\
+        left=os.listdir('d'); assert all(x.startswith('new') for x in left), left[:9]\n\
+        f=os.open('d',os.O_RDONLY); os.listdir(f)\n\
+        assert not os.path.exists('d/late')\n\
+        open('d/late','w').close(); assert os.path.exists('d/late') and 'late' in os.listdir(f)\n";
+    rig.shell(&format!("python3 - <<'END'\n{script}END"));
+    rig.check_home();
+}
+
+#[test]
+fn sizes_beyond_the_limit_are_refused_and_cost_nothing() {
+    let Some(rig) = rig("sizes_beyond_the_limit", WIDE, Durability::None) else { return };
+    fs::write(rig.path("f"), "small").unwrap();
+    let file = OpenOptions::new().read(true).write(true).open(rig.path("f")).unwrap();
+    for far in [(4 << 40) + 1, 1 << 50, 1 << 62] {
+        assert_eq!(file.set_len(far).unwrap_err().raw_os_error(), Some(nix::libc::EFBIG));
+        assert_eq!(file.write_at(b"x", far).unwrap_err().raw_os_error(), Some(nix::libc::EFBIG));
+        let reserved = nix::fcntl::posix_fallocate(&file, 0, i64::try_from(far).unwrap());
+        assert_eq!(reserved, Err(nix::errno::Errno::EFBIG));
+    }
+    assert_eq!(fs::read(rig.path("f")).unwrap(), b"small");
+    drop(file);
+    rig.check_home();
+}
