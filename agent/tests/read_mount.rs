@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use limb_agent::fetch::{FetchError, Priority};
 use limb_common::chunk::CHUNK_BYTES;
-use limb_common::manifest::NodeMeta;
+use limb_common::manifest::{Inode, NodeMeta};
 use memory::{Fault, SetBuilder, meta, noise};
 use mounted::{Mounted, OWNER, cannot_mount, ended_within, python, shell};
 
@@ -283,13 +283,17 @@ fn blocked_reader(mount: &Mounted, name: &str) -> std::process::Child {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
+    wait_until_asked(mount, |asked| asked.iter().any(|ask| ask.2 == Priority::Demand));
+    child
+}
+
+fn wait_until_asked(mount: &Mounted, enough: impl Fn(&[(Inode, u64, Priority)]) -> bool) {
     let mut asked = mount.home.asked.subscribe();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
-        let asks = asked.wait_for(|asked| asked.iter().any(|ask| ask.2 == Priority::Demand));
+        let asks = asked.wait_for(|asked| enough(asked));
         tokio::time::timeout(Duration::from_secs(20), asks).await.unwrap().unwrap();
     });
-    child
 }
 
 fn one_file(chunks: usize) -> SetBuilder {
@@ -376,6 +380,26 @@ fn a_sequential_read_over_a_slow_link_is_read_ahead() {
     // As root the kernel's own window is one chunk.
     let window = format!("/sys/class/bdi/0:{}/read_ahead_kb", mount.session.minor());
     assert_eq!(fs::read_to_string(window).unwrap().trim(), "1024");
+}
+
+#[test]
+fn a_file_of_tensors_is_read_ahead_from_its_first_bytes() {
+    if cannot_mount("a_file_of_tensors_is_read_ahead_from_its_first_bytes") {
+        return;
+    }
+    let tensors = [&200_u64.to_le_bytes(), &b"{\"w\":"[..], &noise(3, 40 * CHUNK_BYTES)].concat();
+    let mut set = one_file(40);
+    let draft = set.file(set.root(), b"called by a hash", tensors);
+    let mount = Mounted::new(set, CACHE);
+    let weights = mount.order.inode(draft);
+    // The kernel reads nothing ahead of its own.
+    let head = "import os,sys\nfor p in sys.argv[1:]:\n  f=os.open(p,os.O_RDONLY)\n  \
+                os.posix_fadvise(f,0,0,os.POSIX_FADV_RANDOM)\n  os.pread(f,8,0)";
+    python(head, &[&mount.path("f"), &mount.path("called by a hash")]);
+    wait_until_asked(&mount, |asked| {
+        asked.iter().filter(|ask| ask.0 == weights && ask.2 == Priority::ReadAhead).count() == 40
+    });
+    assert!(mount.home.asked.borrow().iter().all(|ask| ask.0 == weights || ask.1 == 0));
 }
 
 #[test]

@@ -9,6 +9,7 @@
 mod adapter;
 mod ahead;
 mod killed;
+mod tensors;
 mod tour;
 mod tree;
 
@@ -139,10 +140,14 @@ impl ReadFs {
         let pieces: Vec<_> = parts.into_iter().map(|part| self.core.piece(inode, part, whole)).collect();
         // What somebody waits for was asked for first.
         self.core.ask_ahead(inode, offset, ahead.chunks);
+        if offset == 0 && !self.core.plan_leads(inode, 0) {
+            self.core.tour_ahead(inode);
+        }
         if pieces.iter().any(|piece| matches!(piece, Piece::Coming(_))) {
             let core = Arc::clone(&self.core);
             let _runtime = self.runtime.enter();
-            task::detach("read", async move { core.answer_later(thread, inode, pieces, reply).await });
+            let read = async move { core.answer_later(thread, inode, offset, pieces, reply).await };
+            task::detach("read", read);
             return;
         }
         let ready = pieces.into_iter().filter_map(|piece| match piece {
@@ -150,7 +155,9 @@ impl ReadFs {
             Piece::Here(slice) => Some(Ready::Bytes(slice)),
             Piece::Coming(_) => None,
         });
-        send(reply, &ready.collect::<Vec<_>>());
+        let ready: Vec<_> = ready.collect();
+        send(reply, &ready);
+        self.core.expect_tensors(inode, offset, &ready);
     }
 }
 
@@ -193,10 +200,10 @@ impl Core {
         Ahead { chunks, whole }
     }
 
+    /// Asks for these chunks, which a read at `offset` brought up.
     fn ask_ahead(&self, inode: Inode, offset: u64, chunks: Range<u64>) {
         let Some(node) = self.tree.manifest().node(inode) else { return };
-        if self.trace.as_ref().is_some_and(|trace| trace.leads(inode, offset / CHUNK_BYTES_U64)) {
-            // The plan asks, and for nothing else than what will be read.
+        if self.plan_leads(inode, offset) {
             lock(&self.ahead).not_asked(inode, &chunks);
             return;
         }
@@ -206,9 +213,23 @@ impl Core {
                 self.source.prefetch(address, id, Priority::ReadAhead);
             }
         }
-        if offset == 0 {
-            self.tour_ahead(inode);
+    }
+
+    /// A plan asks for what follows, and for nothing else than what will be read.
+    fn plan_leads(&self, inode: Inode, offset: u64) -> bool {
+        self.trace.as_ref().is_some_and(|trace| trace.leads(inode, offset / CHUNK_BYTES_U64))
+    }
+
+    /// The first bytes of a file may say how it will be read.
+    fn expect_tensors(&self, inode: Inode, offset: u64, ready: &[Ready]) {
+        let (0, Some(Ready::Bytes(head))) = (offset, ready.first()) else { return };
+        let Some(node) = self.tree.manifest().node(inode) else { return };
+        if node.chunk_count() < 2 || !tensors::holds_tensors(head.bytes(), node.size) {
+            return;
         }
+        let bandwidth_delay = self.source.bandwidth_delay_bytes();
+        let chunks = lock(&self.ahead).expect(inode, node.size, bandwidth_delay);
+        self.ask_ahead(inode, offset, chunks);
     }
 
     /// The files that somebody who reads file after file will want next.
@@ -226,7 +247,14 @@ impl Core {
         }
     }
 
-    async fn answer_later(&self, thread: u32, inode: Inode, pieces: Vec<Piece>, reply: ReplyData) {
+    async fn answer_later(
+        &self,
+        thread: u32,
+        inode: Inode,
+        offset: u64,
+        pieces: Vec<Piece>,
+        reply: ReplyData,
+    ) {
         let waited = join_all(pieces.into_iter().map(|piece| async move {
             Ok::<_, FetchError>(match piece {
                 Piece::Zeros(len) => Ready::Zeros(len),
@@ -242,7 +270,10 @@ impl Core {
             ready = waited => ready.into_iter().collect::<Result<Vec<_>, _>>(),
         };
         match ready {
-            Ok(ready) => send(reply, &ready),
+            Ok(ready) => {
+                send(reply, &ready);
+                self.expect_tensors(inode, offset, &ready);
+            }
             Err(error) => {
                 self.report(inode, &error);
                 reply.error(fuser::Errno::EIO);

@@ -3,7 +3,8 @@
 //! Streams are found per inode (two programs that read one file help each other) and by byte
 //! ranges (a chunk is read in eight pieces of 128 KiB or in one). A stream is proven by two
 //! contiguous reads; its window starts at two chunks and doubles each time the reader has
-//! crossed it. Two reads in a row that belong to no stream halve the windows of that file.
+//! crossed it. Two reads in a row that belong to no stream halve the windows of that file. A stream
+//! may also be expected, from what the file is: it has the whole window until it is disproved.
 //!
 //! Invariant: reads that touch nothing contiguous cause no read-ahead at all, so random access
 //! fetches the chunks that it asks for and no others. Nothing is ever cancelled: a reader that
@@ -45,6 +46,8 @@ struct FileStreams {
     streams: Vec<Stream>,
     strays: u32,
     used_at: u64,
+    /// Once is enough: what was disproved is not expected again.
+    expected: bool,
 }
 
 #[derive(Debug)]
@@ -60,6 +63,8 @@ struct Stream {
     widen_at: u64,
     /// Chunks before this one were asked for already.
     ahead_to: u64,
+    /// Nobody has read all of a window of it yet.
+    only_expected: bool,
     used_at: u64,
 }
 
@@ -100,6 +105,23 @@ impl ReadAhead {
             self.recent.pop_front();
         }
         (wanted, true)
+    }
+
+    /// This file, whose first bytes were just read, will be read to its end, as far as its kind tells:
+    /// says which chunks to ask for now. Two reads elsewhere disprove it.
+    pub(super) fn expect(
+        &mut self,
+        inode: Inode,
+        file_bytes: u64,
+        bandwidth_delay_bytes: Option<u64>,
+    ) -> Range<u64> {
+        let cap_chunks = self.window_cap(bandwidth_delay_bytes);
+        let Some(file) = self.files.get_mut(&inode) else { return 0..0 };
+        if std::mem::replace(&mut file.expected, true) {
+            return 0..0;
+        }
+        let first = file.streams.iter_mut().min_by_key(|stream| stream.next);
+        first.map_or(0..0, |stream| stream.expect(file_bytes, cap_chunks))
     }
 
     /// Eight times what the link holds, shared by the streams that are active: some is on its way,
@@ -151,7 +173,8 @@ impl FileStreams {
             self.strays = 0;
             for stream in self.streams.iter_mut().filter(|stream| stream.window_chunks > 0) {
                 stream.window_chunks /= 2;
-                if stream.window_chunks < FIRST_WINDOW_CHUNKS {
+                if stream.only_expected || stream.window_chunks < FIRST_WINDOW_CHUNKS {
+                    stream.only_expected = false;
                     stream.window_chunks = 0;
                     // It is to be proven anew, by what follows it only.
                     stream.start = 0;
@@ -169,7 +192,16 @@ impl FileStreams {
 
 impl Stream {
     fn new(serial: u64, offset: u64, end: u64, used_at: u64) -> Self {
-        Self { serial, start: offset, next: end, window_chunks: 0, widen_at: 0, ahead_to: 0, used_at }
+        Self {
+            serial,
+            start: offset,
+            next: end,
+            window_chunks: 0,
+            widen_at: 0,
+            ahead_to: 0,
+            only_expected: false,
+            used_at,
+        }
     }
 
     /// Within a window behind, or within what is on its way or one window ahead.
@@ -189,8 +221,21 @@ impl Stream {
         } else if self.next >= self.widen_at {
             self.window_chunks *= 2;
             self.widen_at = self.next + self.window_chunks * CHUNK_BYTES_U64;
+            self.only_expected = false;
         }
         self.window_chunks = self.window_chunks.min(cap_chunks.max(FIRST_WINDOW_CHUNKS));
+        self.ask(file_bytes)
+    }
+
+    fn expect(&mut self, file_bytes: u64, cap_chunks: u64) -> Range<u64> {
+        self.only_expected = self.window_chunks == 0;
+        self.window_chunks = cap_chunks.max(FIRST_WINDOW_CHUNKS);
+        self.widen_at = self.next + self.window_chunks * CHUNK_BYTES_U64;
+        self.ask(file_bytes)
+    }
+
+    /// What of the window was not asked for yet.
+    fn ask(&mut self, file_bytes: u64) -> Range<u64> {
         let here = self.next.div_ceil(CHUNK_BYTES_U64);
         let from = self.ahead_to.max(here);
         let to = (here + self.window_chunks).min(file_bytes.div_ceil(CHUNK_BYTES_U64));
@@ -300,6 +345,47 @@ mod tests {
         let (wanted, _) = ahead.on_read(read(60 * MIB, MIB, file), None);
         assert_eq!(wanted.end, 61 + 16);
         assert_eq!(ahead.files[&Inode(7)].streams.len(), 1);
+    }
+
+    /// Chunks asked for by what is expected after a first read of the file's head.
+    fn expected(ahead: &mut ReadAhead, file: u64) -> Range<u64> {
+        assert_eq!(ahead.on_read(read(0, 128 << 10, file), None), (0..0, false));
+        ahead.expect(Inode(7), file, None)
+    }
+
+    #[test]
+    fn a_stream_that_is_expected_has_its_whole_window_and_asks_for_each_chunk_once() {
+        let (mut ahead, file) = (ReadAhead::default(), 300 * MIB + 5);
+        let mut asked = BTreeSet::from_iter(expected(&mut ahead, file));
+        assert_eq!(asked, (1..17).collect());
+        assert_eq!(ahead.expect(Inode(7), file, None), 0..0, "once");
+        for offset in (128 << 10..file).step_by(128 << 10) {
+            assert!(offset < MIB || asked.contains(&(offset / MIB)), "{offset} was not read ahead");
+            for index in ahead.on_read(read(offset, 128 << 10, file), None).0 {
+                assert!(asked.insert(index), "chunk {index} was asked for twice");
+            }
+        }
+        assert_eq!(asked.len(), 300);
+        assert_eq!(ahead.files[&Inode(7)].streams.len(), 1);
+    }
+
+    #[test]
+    fn two_reads_elsewhere_disprove_what_was_expected_for_good() {
+        let (mut ahead, file) = (ReadAhead::default(), 300 * MIB);
+        expected(&mut ahead, file);
+        ahead.on_read(read(200 * MIB, 4096, file), None);
+        ahead.on_read(read(100 * MIB, 4096, file), None);
+        assert!(ahead.files[&Inode(7)].streams.iter().all(|stream| stream.window_chunks == 0));
+        assert_eq!(ahead.expect(Inode(7), file, None), 0..0);
+        // One that was read for a window is only halved.
+        let mut ahead = ReadAhead::default();
+        expected(&mut ahead, file);
+        for at in 0..40 {
+            ahead.on_read(read(at * MIB, MIB, file), None);
+        }
+        ahead.on_read(read(200 * MIB, 4096, file), None);
+        ahead.on_read(read(100 * MIB, 4096, file), None);
+        assert_eq!(ahead.files[&Inode(7)].streams.iter().map(|stream| stream.window_chunks).max(), Some(8));
     }
 
     #[test]
