@@ -536,3 +536,68 @@ fn pages_touched_in_order_are_read_ahead_as_reads_are() {
     assert!(counts.len() == 48 && counts.values().all(|&count| count == 1));
     assert!(mount.home.most_in_flight() >= 8, "{} at once", mount.home.most_in_flight());
 }
+
+/// A global budget, and not one for each file.
+#[test]
+fn hundreds_of_files_read_at_once_stay_within_the_budget() {
+    if cannot_mount("hundreds_of_files_read_at_once_stay_within_the_budget") {
+        return;
+    }
+    const FILES: u64 = 120;
+    const READERS: usize = 16;
+    let mut set = SetBuilder::new();
+    for number in 0..FILES {
+        set.file(set.root(), number.to_string().as_bytes(), noise(number, 2 * CHUNK_BYTES + 9));
+    }
+    let budget: u64 = 12 << 20;
+    let mount = Mounted::new(set, budget);
+    *mount.home.delay.lock().unwrap() = Duration::from_millis(1);
+    // All are open before any is read on, each as the beginning of a stream.
+    let outside = tempfile::NamedTempFile::new().unwrap();
+    let script = "import os,sys\nfrom concurrent.futures import ThreadPoolExecutor as Pool\n\
+        base,to,files,readers=sys.argv[1],sys.argv[2],int(sys.argv[3]),int(sys.argv[4])\n\
+        fds=[os.open(f'{base}/{i}',os.O_RDONLY) for i in range(files)]\n\
+        def read(fd,at,n):\n\
+        \x20 got=b''\n\
+        \x20 while len(got)<n and (b:=os.pread(fd,n-len(got),at+len(got))): got+=b\n\
+        \x20 return got\n\
+        pool=Pool(readers)\n\
+        heads=list(pool.map(lambda fd:read(fd,0,300000),fds))\n\
+        tails=list(pool.map(lambda fd:read(fd,300000,4<<20),fds))\n\
+        open(to,'wb').writelines(b for pair in zip(heads,tails) for b in pair)";
+    let (files, readers) = (FILES.to_string(), READERS.to_string());
+    python(script, &[mount.directory.path(), outside.path(), Path::new(&files), Path::new(&readers)]);
+    let wanted: Vec<u8> = (0..FILES).flat_map(|number| noise(number, 2 * CHUNK_BYTES + 9)).collect();
+    assert!(fs::read(outside.path()).unwrap() == wanted);
+    let asks = mount.home.asks();
+    assert!(asks <= FILES as usize * 3 * 6 / 5, "{asks} chunks were fetched for {}", FILES * 3);
+    assert!(mount.home.most_in_flight() <= READERS * 2 + 12, "{} at once", mount.home.most_in_flight());
+    assert!(mount.fetcher.stats().cached_bytes <= budget);
+}
+
+/// No system call moves more than 2 GiB less a page: copies come in pieces, and end.
+#[test]
+fn a_file_of_more_than_two_gibibytes_is_copied_whole() {
+    if cannot_mount("a_file_of_more_than_two_gibibytes_is_copied_whole") {
+        return;
+    }
+    let size: u64 = (2 << 30) + 5 * CHUNK_BYTES as u64 + 77;
+    let tail = noise(1, CHUNK_BYTES + 77);
+    let mut set = SetBuilder::new();
+    let hole_chunks = (size - tail.len() as u64) / CHUNK_BYTES as u64;
+    set.file_after_hole(set.root(), b"long", hole_chunks, tail.clone(), meta(0o644));
+    let mount = Mounted::new(set, CACHE);
+    let script = "import os,sys\nsource=os.open(sys.argv[1],os.O_RDONLY); size=os.fstat(source).st_size\n\
+        null=os.open('/dev/null',os.O_WRONLY); done=0; calls=0\n\
+        while n:=os.sendfile(null,source,done,size): done+=n; calls+=1\n\
+        assert done==size and calls>=2,(done,size,calls)";
+    python(script, &[&mount.path("long")]);
+    let outside = tempfile::tempdir().unwrap();
+    let copy = outside.path().join("copy");
+    shell("cp --sparse=auto \"$1\" \"$2\"", &[&mount.path("long"), &copy]);
+    let copied = File::open(&copy).unwrap();
+    assert_eq!(copied.metadata().unwrap().len(), size);
+    let mut got = vec![0; tail.len() + 10];
+    copied.read_exact_at(&mut got, size - tail.len() as u64 - 10).unwrap();
+    assert!(got[..10] == [0; 10] && got[10..] == tail);
+}

@@ -8,7 +8,7 @@ mod fake_results;
 mod results_rig;
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write as _};
+use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -323,4 +323,33 @@ fn reads_across_the_borders_of_chunks_that_only_home_has_are_exact() {
             });
         }
     });
+}
+
+/// A reader that mapped a checkpoint keeps the one that it mapped, whatever takes its name; also when
+/// the kernel has dropped the pages and all bytes are at home.
+#[test]
+fn a_mapped_file_stays_what_it_was_when_another_takes_its_name() {
+    let Some(rig) = rig("a_mapped_file_stays", FORGETFUL, Durability::Fsync) else { return };
+    fs::write(rig.path("w.safetensors"), noise(1, 3_000_000)).unwrap();
+    rig.check_home();
+    let script = "import mmap,os,sys\nf=open('w.safetensors','rb'); m=mmap.mmap(f.fileno(),0,prot=mmap.PROT_READ)\n\
+        before=bytes(m)\nprint('mapped',flush=True); sys.stdin.readline()\n\
+        m.madvise(mmap.MADV_DONTNEED); os.posix_fadvise(f.fileno(),0,0,os.POSIX_FADV_DONTNEED)\n\
+        assert bytes(m)==before\nassert open('w.safetensors','rb').read()!=before";
+    let mut reader = Command::new("python3")
+        .args(["-c", script])
+        .current_dir(rig.directory.path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(reader.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert_eq!(line, "mapped\n");
+    fs::write(rig.path("tmp"), noise(2, 1_000_000)).unwrap();
+    fs::rename(rig.path("tmp"), rig.path("w.safetensors")).unwrap();
+    rig.check_home();
+    drop(reader.stdin.take());
+    assert!(ended(&mut reader).success());
+    rig.check_home();
 }

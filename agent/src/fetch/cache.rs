@@ -25,6 +25,8 @@ pub(super) struct ChunkCache {
     /// By time of last use.
     main: BTreeMap<u64, ChunkId>,
     main_bytes: u64,
+    /// Read ahead, and nobody asked for it yet.
+    unused_bytes: u64,
     ghosts: VecDeque<ChunkId>,
     ghost_names: HashSet<ChunkId>,
     tick: u64,
@@ -62,6 +64,7 @@ impl ChunkCache {
             newcomer_bytes: 0,
             main: BTreeMap::new(),
             main_bytes: 0,
+            unused_bytes: 0,
             ghosts: VecDeque::new(),
             ghost_names: HashSet::new(),
             tick: 0,
@@ -76,6 +79,10 @@ impl ChunkCache {
         self.newcomer_bytes + self.main_bytes
     }
 
+    pub(super) fn unused_bytes(&self) -> u64 {
+        self.unused_bytes
+    }
+
     /// What came last stays up to here, used or not.
     pub(super) fn newcomer_room_bytes(&self) -> u64 {
         self.newcomer_budget_bytes.max(self.budget_bytes - self.main_bytes.min(self.budget_bytes))
@@ -83,7 +90,9 @@ impl ChunkCache {
 
     pub(super) fn get(&mut self, id: &ChunkId) -> Option<VerifiedChunk> {
         let entry = self.entries.get_mut(id)?;
-        entry.used = true;
+        if !std::mem::replace(&mut entry.used, true) {
+            self.unused_bytes -= cost(&entry.chunk);
+        }
         if let Place::Main { used_at } = &mut entry.place {
             self.tick += 1;
             self.main.remove(used_at);
@@ -112,6 +121,7 @@ impl ChunkCache {
             self.newcomer_bytes += cost;
             Place::Newcomer
         };
+        self.unused_bytes += if used { 0 } else { cost };
         self.entries.insert(id, Entry { chunk, place, used });
         let mut evicted = Vec::new();
         while self.bytes() > self.budget_bytes && self.evict_one(&mut evicted) {}
@@ -122,19 +132,22 @@ impl ChunkCache {
         if (self.newcomer_bytes > self.newcomer_budget_bytes || self.main.is_empty())
             && let Some(id) = self.newcomers.pop_front()
         {
-            if let Some(entry) = self.entries.remove(&id) {
-                self.newcomer_bytes -= cost(&entry.chunk);
-                evicted.push(Evicted { chunk: entry.chunk, used: entry.used });
-            }
+            self.newcomer_bytes -= self.remove(id, evicted);
             self.remember(id);
             return true;
         }
         let Some((_, id)) = self.main.pop_first() else { return false };
-        if let Some(entry) = self.entries.remove(&id) {
-            self.main_bytes -= cost(&entry.chunk);
-            evicted.push(Evicted { chunk: entry.chunk, used: entry.used });
-        }
+        self.main_bytes -= self.remove(id, evicted);
         true
+    }
+
+    /// What it cost.
+    fn remove(&mut self, id: ChunkId, evicted: &mut Vec<Evicted>) -> u64 {
+        let Some(Entry { chunk, used, .. }) = self.entries.remove(&id) else { return 0 };
+        let cost = cost(&chunk);
+        self.unused_bytes -= if used { 0 } else { cost };
+        evicted.push(Evicted { chunk, used });
+        cost
     }
 
     fn remember(&mut self, id: ChunkId) {
@@ -184,11 +197,11 @@ mod tests {
     proptest! {
         #[test]
         fn bytes_add_up_and_stay_within_the_budget(
-            steps in proptest::collection::vec((0_u64..60, 8_usize..5000, any::<bool>()), 1..400),
+            steps in proptest::collection::vec((0_u64..60, 8_usize..5000, any::<bool>(), any::<bool>()), 1..400),
             budget in 1000_u64..60_000,
         ) {
             let mut cache = ChunkCache::new(budget);
-            for (number, len, read) in steps {
+            for (number, len, read, used) in steps {
                 // Equal numbers have equal lengths, as equal ids have.
                 let one = chunk(number, len % 97 * 50 + usize::try_from(number).unwrap());
                 if read {
@@ -196,7 +209,7 @@ mod tests {
                     prop_assert!(found.is_none_or(|found| found == one));
                 } else {
                     let before = cache.entries.len() + usize::from(!cache.contains(&one.id()));
-                    let evicted = cache.insert(one, true);
+                    let evicted = cache.insert(one, used);
                     // Whatever goes is handed out: the disk behind takes it.
                     prop_assert_eq!(before, cache.entries.len() + evicted.len());
                     prop_assert!(evicted.iter().all(|gone| !cache.contains(&gone.chunk.id())));
@@ -204,6 +217,8 @@ mod tests {
                 let sum: u64 = cache.entries.values().map(|entry| cost(&entry.chunk)).sum();
                 prop_assert_eq!(sum, cache.bytes());
                 prop_assert!(sum <= budget);
+                let unused = cache.entries.values().filter(|entry| !entry.used);
+                prop_assert_eq!(unused.map(|entry| cost(&entry.chunk)).sum::<u64>(), cache.unused_bytes());
                 prop_assert_eq!(cache.entries.len(), cache.main.len() + cache.newcomers.len());
                 prop_assert!(cache.ghosts.len() <= MAX_GHOSTS);
             }

@@ -2,9 +2,9 @@
 //! for, on the box's disk.
 //!
 //! One chunk is on its way at most once, however many ask; whoever asks with more urgency raises
-//! it. What travels together is a load: one chunk, or a pack of small files. Bytes on their way
-//! have a budget of their own: demand is always admitted (a reader waits for it), everything else
-//! waits its turn.
+//! it. What travels together is a load: one chunk, or a pack of small files. Demand is always
+//! admitted (a reader waits for it); everything else waits until there is room for it, also beside
+//! what was read ahead and not used yet.
 //!
 //! Invariant: a chunk is cached or in flight or neither, never both. No lock is held across an
 //! await, and every lock is held for the time of a few map operations, so FUSE threads may call.
@@ -13,7 +13,7 @@ mod carry;
 mod state;
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use limb_common::assignment::{CacheSpec, SetNumber};
@@ -177,6 +177,14 @@ impl Fetcher {
         self.bandwidth_delay_bytes().is_some_and(|bytes| bytes >= WHOLE_BYTES)
     }
 
+    /// Something was found in memory: what is used now makes room for what is read ahead.
+    fn hit(&self, mut state: MutexGuard<'_, State>) {
+        state.stats.cache_hits += 1;
+        let starts = self.inner.admitted(&mut state);
+        drop(state);
+        self.inner.start_all(starts);
+    }
+
     fn whole(&self, address: ChunkAddress, id: ChunkId, range: Range<usize>) -> SliceFuture {
         let whole = self.fetch(address, id, Priority::Demand);
         Box::pin(async move { slice_of(&whole.await?, range) })
@@ -187,7 +195,7 @@ impl ChunkSource for Fetcher {
     fn fetch(&self, address: ChunkAddress, id: ChunkId, priority: Priority) -> FetchFuture {
         let mut state = self.inner.lock();
         if let Some(chunk) = state.get(&id) {
-            state.stats.cache_hits += 1;
+            self.hit(state);
             return Box::pin(std::future::ready(Ok(chunk)));
         }
         let (tell, told) = oneshot::channel();
@@ -207,9 +215,8 @@ impl ChunkSource for Fetcher {
     fn fetch_slice(&self, address: ChunkAddress, id: ChunkId, range: Range<usize>) -> SliceFuture {
         let groups = groups_of(&range);
         let mut state = self.inner.lock();
-        let found = state.slice(&id, range.clone());
-        state.stats.cache_hits += u64::from(found.is_some());
-        if let Some(slice) = found {
+        if let Some(slice) = state.slice(&id, range.clone()) {
+            self.hit(state);
             return Box::pin(std::future::ready(Ok(slice)));
         }
         let ChunkAddress::Set { set, inode, index } = address else { return self.whole(address, id, range) };
@@ -251,16 +258,16 @@ impl ChunkSource for Fetcher {
 
     fn cached_slice(&self, id: &ChunkId, range: Range<usize>) -> Option<VerifiedSlice> {
         let mut state = self.inner.lock();
-        let found = state.slice(id, range);
-        state.stats.cache_hits += u64::from(found.is_some());
-        found
+        let found = state.slice(id, range)?;
+        self.hit(state);
+        Some(found)
     }
 
     fn cached(&self, id: &ChunkId) -> Option<VerifiedChunk> {
         let mut state = self.inner.lock();
-        let found = state.get(id);
-        state.stats.cache_hits += u64::from(found.is_some());
-        found
+        let found = state.get(id)?;
+        self.hit(state);
+        Some(found)
     }
 
     fn prefetch(&self, address: ChunkAddress, id: ChunkId, priority: Priority) {

@@ -28,7 +28,8 @@ pub(crate) fn meta(mode: u32) -> NodeMeta {
 /// Builds a manifest and keeps the bytes.
 pub(crate) struct SetBuilder {
     pub(crate) manifest: ManifestBuilder,
-    contents: Vec<(Draft, Vec<u8>)>,
+    /// With the number of the chunk at which the bytes begin.
+    contents: Vec<(Draft, u64, Vec<u8>)>,
 }
 
 impl SetBuilder {
@@ -46,16 +47,25 @@ impl SetBuilder {
     }
 
     pub(crate) fn file_with(&mut self, parent: Draft, name: &[u8], bytes: Vec<u8>, meta: NodeMeta) -> Draft {
-        let size = bytes.len() as u64;
-        let chunks = bytes
-            .chunks(CHUNK_BYTES)
-            .zip(0..)
-            .map(|(chunk, index)| {
-                chunk.iter().any(|&byte| byte != 0).then(|| value_of(Position::of(size, index), chunk))
-            })
-            .collect();
+        self.file_after_hole(parent, name, 0, bytes, meta)
+    }
+
+    /// A hole of so many chunks, then these bytes.
+    pub(crate) fn file_after_hole(
+        &mut self,
+        parent: Draft,
+        name: &[u8],
+        hole_chunks: u64,
+        bytes: Vec<u8>,
+        meta: NodeMeta,
+    ) -> Draft {
+        let size = hole_chunks * CHUNK_BYTES as u64 + bytes.len() as u64;
+        let data = bytes.chunks(CHUNK_BYTES).zip(hole_chunks..).map(|(chunk, index)| {
+            chunk.iter().any(|&byte| byte != 0).then(|| value_of(Position::of(size, index), chunk))
+        });
+        let chunks = (0..hole_chunks).map(|_| None).chain(data).collect();
         let draft = self.manifest.add(parent, name, NewNode::File { size, chunks }, meta).unwrap();
-        self.contents.push((draft, bytes));
+        self.contents.push((draft, hole_chunks, bytes));
         draft
     }
 
@@ -73,11 +83,11 @@ impl SetBuilder {
         let chunks = self
             .contents
             .iter()
-            .flat_map(|(draft, bytes)| {
+            .flat_map(|(draft, first, bytes)| {
                 let inode = order.inode(*draft);
                 bytes
                     .chunks(CHUNK_BYTES)
-                    .zip(0..)
+                    .zip(*first..)
                     .map(move |(chunk, index)| ((inode, index), Bytes::copy_from_slice(chunk)))
             })
             .collect();

@@ -155,7 +155,7 @@ impl Inner {
     }
 
     /// What has room now, to be started without the lock.
-    fn admitted(&self, state: &mut State) -> Vec<Start> {
+    pub(super) fn admitted(&self, state: &mut State) -> Vec<Start> {
         if self.stop.is_cancelled() {
             return Vec::new();
         }

@@ -206,13 +206,22 @@ impl State {
         if load.started {
             return None;
         }
-        if priority == Priority::Demand || self.in_flight_bytes + load.bytes <= limits.in_flight_bytes {
+        if priority == Priority::Demand {
             return self.admit(number);
         }
         if risen || new {
             self.waiting[queue_of(priority)].push_back(number);
         }
-        None
+        // It, or one that waited longer.
+        self.admit_next(limits)
+    }
+
+    /// What is read ahead has room: on its way, and together with what came and was not used yet. Who
+    /// begins many files at once would else push out what was brought for the first of them.
+    fn has_room(&self, bytes: u64, limits: &FetcherLimits) -> bool {
+        let in_flight = self.in_flight_bytes + bytes;
+        in_flight <= limits.in_flight_bytes
+            && in_flight + self.cache.unused_bytes() <= self.room_ahead_bytes()
     }
 
     fn admit(&mut self, number: LoadNumber) -> Option<Start> {
@@ -236,7 +245,7 @@ impl State {
                     .get(&number)
                     .filter(|load| !load.started && queue_of(*load.priority.borrow()) == level)
                     .map(|load| load.bytes);
-                if valid.is_some_and(|bytes| self.in_flight_bytes + bytes > limits.in_flight_bytes) {
+                if valid.is_some_and(|bytes| !self.has_room(bytes, limits)) {
                     return None;
                 }
                 self.waiting[level].pop_front();
