@@ -102,6 +102,9 @@ fn tangle() -> impl Strategy<Value = Act> {
     ]
 }
 
+/// Numbers from here on are symlinks: told apart as files are, but never opened.
+const SYMLINKS: u64 = 1 << 63;
+
 /// What an agent would send for a script, and what the owner should find at its end.
 #[derive(Default)]
 struct Script {
@@ -170,7 +173,7 @@ impl Script {
             Act::Edit(number) => {
                 let path = name(*number);
                 let Some((mut content, base)) = self.model.get(&path).cloned() else { return };
-                if base == 0 || content.is_empty() {
+                if base >= SYMLINKS || content.is_empty() {
                     return;
                 }
                 content[0] ^= 0x55;
@@ -188,11 +191,7 @@ impl Script {
             }
             Act::Rename(from, to) => {
                 let (from, to) = (name(*from), name(*to));
-                let same = self
-                    .model
-                    .get(&from)
-                    .zip(self.model.get(&to))
-                    .is_some_and(|(a, b)| a.1 == b.1 && a.1 != 0);
+                let same = self.model.get(&from).zip(self.model.get(&to)).is_some_and(|(a, b)| a.1 == b.1);
                 if from == to || same {
                     return;
                 }
@@ -226,7 +225,7 @@ impl Script {
                     return;
                 }
                 let target = format!("t{}", self.seq);
-                self.model.insert(path.clone(), (format!("-> {target}").into_bytes(), 0));
+                self.model.insert(path.clone(), (format!("-> {target}").into_bytes(), SYMLINKS + self.seq));
                 self.whole.insert(format!("-> {target}").into_bytes());
                 self.entry(Op::SymlinkMade { path: path.into(), target: target.into() });
             }
@@ -282,12 +281,12 @@ impl Script {
             }
             Act::Rewrite(number, size) => {
                 let (path, content) = (name(*number), bytes(*size, seed));
-                let old = self.model.get(&path).map_or(0, |(_, file)| *file);
+                let old = self.model.get(&path).map_or(SYMLINKS, |(_, file)| *file);
                 self.create(&path);
                 self.send(1, &content);
                 self.publish(&path, &content, PublishKind::Final);
                 let others: Vec<_> =
-                    self.model.iter().filter(|(_, (_, file))| old != 0 && *file == old).collect();
+                    self.model.iter().filter(|(_, (_, file))| old < SYMLINKS && *file == old).collect();
                 for other in others.into_iter().map(|(other, _)| other.clone()).collect::<Vec<_>>() {
                     self.entry(Op::Removed { path: other.clone().into(), directory: false });
                     let op = Op::HardLinkMade { existing: path.clone().into(), path: other.clone().into() };
@@ -471,6 +470,7 @@ fn names_that_come_back_survive_a_stop() {
         // Removed again, the file would be gone for good.
         &[Write(0, 9), Link(0, 1), Remove(0), Link(1, 0), Remove(1)],
         &[Write(0, 9), Link(0, 1), Remove(0), Rename(1, 0)],
+        &[Symlink(1), Link(1, 2), Rename(2, 1)],
         &[Write(0, 9), Rename(0, 1), Rename(1, 0), Write(1, 5)],
         &[Write(0, 9), Rename(0, 1), Link(1, 0), Touch(0), Write(1, 5), Write(0, 6)],
         &[Write(0, 9), Link(0, 1), Touch(0), Write(0, 5), Write(1, 6)],
