@@ -42,7 +42,7 @@ class Limb:
         os.chmod(path, mode)
         return path
 
-    def run(self, arguments, mounts, cap, cache_mib=512, output=None, trace=False):
+    def run(self, arguments, mounts, cap, cache_mib=512, output=None, trace=False, push=False):
         """work.py as a job: `mounts` says which home directory stands where. Its result, with the
         agent's figures over the time of the work. Without `trace`, nothing is known of earlier runs."""
         outputs = f"outputs: {{/out: {{dest: {output}}}}}" if output else ""
@@ -54,6 +54,7 @@ class Limb:
             {outputs}
             cache: {{memory: {cache_mib}MiB}}
             trace: {"on" if trace else "off"}
+            push: {"on" if push else "off"}
             run: {ground.PYTHON} work.py {' '.join(arguments)} --cap {cap} --wire {self.lab.wire}
             """))
         with Sampler(self.pidfile) as sampler:

@@ -27,6 +27,7 @@ from limb import Limb
 MIB = 1 << 20
 IPERF_BYTES = 1024 * MIB
 PLAIN_BYTES = 256 * MIB
+PUSHING = "limb-push"                # limb with `push: on`, beside limb where --only names it
 
 
 class Session:
@@ -39,14 +40,14 @@ class Session:
         self.sets = list(dict.fromkeys(s for m in self.measures for s in (m.data, m.also) if s))
         self.tools = ["limb", *peers.MOUNTS, *peers.COPIES]
         if args.only:
-            self.tools = [tool for tool in self.tools if tool in args.only.split(",")]
+            self.tools = [tool for tool in [*self.tools, PUSHING] if tool in args.only.split(",")]
         self.absent, self.no_data, self.figures = peers.missing(), {}, {}
         self.traced = set()                # measures whose trace is at home
         self.samples = {m: {tool: [] for tool in self.tools_of(m)} for m in self.measures}
         self.iperf, self.page_cache, self.busy = {}, [], []
 
     def tools_of(self, measure):
-        return [tool for tool in self.tools if tool == "limb" or (tool in peers.MOUNTS and measure.mounts)
+        return [tool for tool in self.tools if tool in ("limb", PUSHING) or (tool in peers.MOUNTS and measure.mounts)
                 or (tool in peers.COPIES and measure.copies)]
 
     def make_data(self, root):
@@ -88,14 +89,15 @@ class Session:
         if lacks := self.no_data.get(measure.data) or self.absent.get(tool):
             raise ground.WorkFailed(lacks)
         figures = self.figures[measure.data]
-        if tool == "limb":
+        if tool in ("limb", PUSHING):
             mounts = {f"/data/{name}": f"{self.lab.data}/{name}" for name in (measure.data, measure.also) if name}
             limb = self.limb(measure.link == "loopback")
             arguments = measure.arguments("/data", figures)
             if measure.traced and measure not in self.traced:
                 limb.run(arguments, mounts, self.args.limb_cap, measure.cache_mib, trace=True)
                 self.traced.add(measure)
-            return limb.run(arguments, mounts, self.args.limb_cap, measure.cache_mib, trace=measure.traced)
+            return limb.run(arguments, mounts, self.args.limb_cap, measure.cache_mib, trace=measure.traced,
+                            push=tool == PUSHING)
         if tool in peers.MOUNTS:
             return peers.mounted(self.lab, tool, measure.work, measure.arguments(self.lab.mnt, figures),
                                  measure.cap * self.args.cap)
@@ -165,7 +167,7 @@ class Session:
 def choose(args):
     works, links = (set(given.split(",")) if given else None for given in (args.work, args.links))
     for given, known in ((works, {row.work for row in rows.ROWS}), (links, set(ground.LINKS)),
-                         (set(args.only.split(",")) if args.only else None, {"limb", *peers.MOUNTS, *peers.COPIES})):
+                         (set(args.only.split(",")) if args.only else None, {"limb", PUSHING, *peers.MOUNTS, *peers.COPIES})):
         if given and given - known:
             sys.exit(f"bench/read.py: there is no {', '.join(given - known)}; there are: {', '.join(sorted(known))}")
     return [row for row in rows.ROWS if (not works or row.work in works) and (not links or row.measure.link in links)]
@@ -175,7 +177,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", help="rows, comma-separated (default: all)")
     parser.add_argument("--links", help="only rows on these links: " + ",".join(ground.LINKS))
-    parser.add_argument("--only", help="tools, comma-separated: limb, " + ", ".join([*peers.MOUNTS, *peers.COPIES]))
+    parser.add_argument("--only", help="tools, comma-separated: limb, limb-push, " + ", ".join([*peers.MOUNTS, *peers.COPIES]))
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="less data for a quick look; such figures mean little")
     parser.add_argument("--cap", type=float, default=8, help="seconds for a peer's work (sequential reads 3x, copies 6x)")

@@ -74,6 +74,9 @@ TREE = Measure("tree", "fibre", "tree", lambda at, figures: [
     "tree", f"{at}/tree", "--files", str(figures.files), "--tar-bytes", str(figures.tar_bytes)], copies=True)
 TRACE = Measure("shuffle", "fibre", "tree", lambda at, _: ["shuffle", f"{at}"], also="big", mounts=False, traced=True)
 WARM = Measure("warm", "fibre", "big", lambda at, _: ["warm", f"{at}/big/big.bin", "--limit", str(256 << 20)], cap=3)
+HELD = {work: Measure(work, "loopback", "big", lambda at, _, work=work: [work, f"{at}/big/big.bin", "--limit", str(256 << 20)],
+                      mounts=False, cache_mib=1024) for work in ("held", "held-mmap", "held-random")}
+MMAP_LOOPBACK = Measure("mmap", "loopback", "big", lambda at, _: ["mmap", f"{at}/big/big.bin"], mounts=False)
 LOOPBACK = Measure("seq", "loopback", "big", whole("big/big.bin"), mounts=False)
 
 IPERF = "best of iperf3 -P 1 and -P 4"
@@ -93,6 +96,9 @@ ROWS = [
         note="second run with an access trace: all of `tree` and of the file of `seq`, in 1 MiB pieces, in shuffled order"),
     Row("warm", WARM, "MB/s", rate, lambda c: c.page_cache, "the same read of a local file"),
     Row("loopback", LOOPBACK, "MB/s", rate, lambda c: c.iperf, IPERF + " over loopback (no TLS)"),
+    Row("mmap", MMAP_LOOPBACK, "MB/s", rate, lambda c: c.limb("loopback"), "limb's own read()"),
+    *(Row(work, measure, "MB/s", rate, lambda _: None, "", note="256 MiB that the agent has in memory and the kernel not")
+      for work, measure in HELD.items()),
     Row("agent-cpu", SEQ["fibre"], "cores", agent("cores"), lambda _: CORES_ALLOWED, "allowed", lower=True, limb_only=True,
         note="user and system time of the agent over the time of the read"),
     Row("agent-memory", SEQ["fibre"], "MiB", agent("anon_mib"), lambda _: ANONYMOUS_ALLOWED_MIB,

@@ -11,6 +11,9 @@
     work.py shuffle DIR                    every file below it, in pieces of 1 MiB, in one shuffled order
                                            by four threads
     work.py warm FILE [--limit BYTES]      read once, then three times more; the latter count
+    work.py held FILE [--limit BYTES]      read once, then five times more, each time after the page cache
+                                           was told to forget it; the latter count
+    work.py held-mmap FILE, held-random FILE    the same through mmap in page order, and so with MADV_RANDOM
     work.py write FILE --limit BYTES       a checkpoint: write, fsync, rename, fsync
 
 Every workload ends after --cap seconds and says how much of it was done. With --wire SOCKET (of
@@ -100,11 +103,17 @@ def seq(a, clock):
 def mapped(a, clock):
     size = min(a.limit, os.stat(a.path).st_size)
     clock.start()
-    got = 0
-    with open(a.path, "rb") as f, mmap.mmap(f.fileno(), size, prot=mmap.PROT_READ) as m:
-        while got < size and not clock.is_up():
-            got += len(m[got:got + MIB])
+    got = map_all(a.path, size, clock.is_up)
     return clock.result(done=got, all=size, bytes=got)
+
+
+def map_all(path, size, is_up, advice=mmap.MADV_NORMAL):
+    got = 0
+    with open(path, "rb") as f, mmap.mmap(f.fileno(), size, prot=mmap.PROT_READ) as m:
+        m.madvise(advice)
+        while got < size and not is_up():
+            got += len(m[got:got + MIB])
+    return got
 
 
 def tensors(a, clock):
@@ -253,6 +262,25 @@ def warm(a, clock):
     return clock.result(done=size, all=size, bytes=size) | {"secs": statistics.median(passes)}
 
 
+def held(read):
+    def work(a, clock):
+        size = read_all(a.path, min(a.limit, os.stat(a.path).st_size), clock.is_up)
+        passes = []
+        clock.start()
+        with open(a.path, "rb") as f:
+            for _ in range(5):
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                t = now()
+                read(a.path, size, lambda: False)
+                passes.append(now() - t)
+        return clock.result(done=size, all=size, bytes=size) | {"secs": statistics.median(passes)}
+    return work
+
+
+def map_at_random(path, size, is_up):
+    return map_all(path, size, is_up, mmap.MADV_RANDOM)
+
+
 def write(a, clock):
     block, left = os.urandom(4 * MIB), a.limit
     clock.start()
@@ -272,7 +300,8 @@ def write(a, clock):
 
 
 WORKS = {"seq": seq, "mmap": mapped, "tensors": tensors, "rand": rand, "readers": readers, "first": first,
-         "tree": tree, "shuffle": shuffle, "warm": warm, "write": write}
+         "tree": tree, "shuffle": shuffle, "warm": warm, "held": held(read_all), "held-mmap": held(map_all), "held-random": held(map_at_random),
+         "write": write}
 
 
 def main():

@@ -86,6 +86,11 @@ pub trait ChunkSource: Send + Sync + 'static {
     /// The chunk if it is in memory already. Never blocks, so a FUSE thread may call it.
     fn cached(&self, id: &ChunkId) -> Option<VerifiedChunk>;
 
+    /// Would [`Self::cached`] give it? That is no use of it.
+    fn has(&self, id: &ChunkId) -> bool {
+        self.cached(id).is_some()
+    }
+
     /// Somebody will probably ask for it soon. A hint: it may be dropped, and a failure shows
     /// only when somebody really asks.
     fn prefetch(&self, address: ChunkAddress, id: ChunkId, priority: Priority) {

@@ -214,7 +214,7 @@ impl Life<'_> {
                 traces.finish(reporter, bound.unwrap_or(TRACE_PATIENCE).min(TRACE_PATIENCE)).await;
             }
         };
-        cache::finish(&place.source, reporter).await;
+        cache::finish(&place.source, place.pushed.as_deref(), reporter).await;
         // Beside the drain, which counts from now.
         tokio::join!(job.drain(&place, assignment, orders, bound), traced).0
     }

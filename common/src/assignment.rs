@@ -40,6 +40,8 @@ pub struct Assignment {
     pub memory_bytes: Option<u64>,
     /// First touches are recorded, and those of earlier runs of the same job read ahead.
     pub trace: bool,
+    /// What the agent holds is pushed into the kernel's page cache before sequential readers.
+    pub push: bool,
     pub cache: CacheSpec,
     /// From SIGTERM to SIGKILL at a stop.
     pub stop_grace: Duration,

@@ -92,6 +92,9 @@ pub struct JobFile {
     /// What the job touches first is recorded, and read ahead when the same job runs again over the
     /// same sources (`trace: on`, the default).
     pub trace: bool,
+    /// What is on the box already goes into the kernel's page cache before a sequential reader comes
+    /// to it (`push: on`; off by default).
+    pub push: bool,
     /// What the box may use to keep what the job has read.
     pub cache: CacheSpec,
     file: String,

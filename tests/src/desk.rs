@@ -127,6 +127,7 @@ impl Desk for TestDesk {
             workdir_changes_cap_bytes: 0,
             memory_bytes: None,
             trace: true,
+            push: false,
             cache: CacheSpec::default(),
             stop_grace: Duration::from_secs(1),
             disconnect_grace: self.ttl,

@@ -42,6 +42,12 @@ fn a_job_that_asks_for_a_disk_reads_back_from_it_what_memory_could_not_hold() {
         "{said}"
     );
     assert_eq!(sum, without);
+    assert!(!said.contains("pushed into the page cache"), "{said}");
+    let (said, pushed) = run("pushed", "push: on\n");
+    let line =
+        said.lines().find(|line| line.contains("pushed into the page cache before it was read: ")).unwrap();
+    assert!(!line.contains(" of 0 chunks"), "{line}");
+    assert_eq!(sum, pushed);
     let (said, _) = run("memory", "");
     assert!(!said.contains("cache on the box's disk") && !said.contains("goes on in memory alone"), "{said}");
     home.assert_no_box_left();

@@ -270,6 +270,10 @@ impl ChunkSource for Fetcher {
         Some(found)
     }
 
+    fn has(&self, id: &ChunkId) -> bool {
+        self.inner.lock().contains(id)
+    }
+
     fn prefetch(&self, address: ChunkAddress, id: ChunkId, priority: Priority) {
         let mut state = self.inner.lock();
         if state.is_full() || state.contains(&id) {

@@ -9,10 +9,12 @@
 mod adapter;
 mod ahead;
 mod killed;
+mod push;
 mod tensors;
 mod tour;
 mod tree;
 
+pub use push::{PushStats, Pusher, Pushing};
 pub use tree::{Attributes, Entry, Owner, Part, Seek, Tree, TreeError};
 
 use std::collections::HashSet;
@@ -29,7 +31,8 @@ use limb_common::task;
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 
-use self::ahead::{Read, ReadAhead};
+use self::ahead::{Read, ReadAhead, Step};
+use self::push::Reading;
 use self::tour::{Stop, Tours};
 use crate::fetch::{ChunkAddress, ChunkSource, FetchError, Priority, SliceFuture};
 use crate::trace::SetTrace;
@@ -46,6 +49,8 @@ pub struct ReadFsOptions {
     pub on_problem: OnProblem,
     /// Told of every first touch.
     pub trace: Option<Arc<SetTrace>>,
+    /// What is here is pushed into the page cache before a sequential reader comes to it.
+    pub push: Option<Pushing>,
     /// The mount's own: when it fires, every read that waits is answered with EIO.
     pub stop: CancellationToken,
     /// Reads that wait for the network are answered from here.
@@ -83,6 +88,7 @@ struct Core {
     tours: Mutex<Tours>,
     on_problem: OnProblem,
     trace: Option<Arc<SetTrace>>,
+    push: Option<Pushing>,
     reported: Mutex<HashSet<Inode>>,
     stop: CancellationToken,
 }
@@ -94,6 +100,8 @@ struct Ahead {
     chunks: Range<u64>,
     /// The rest of the chunks that this read touches will be wanted too.
     whole: bool,
+    /// Before the reader by more than what the kernel itself may be asking for now.
+    push: Range<u64>,
 }
 
 /// Of a file no larger than this nobody wants a part: it is read from end to end.
@@ -115,7 +123,7 @@ enum Ready {
 impl ReadFs {
     #[must_use]
     pub fn new(options: ReadFsOptions) -> Self {
-        let ReadFsOptions { manifest, set, source, owner, on_problem, trace, stop, runtime } = options;
+        let ReadFsOptions { manifest, set, source, owner, on_problem, trace, push, stop, runtime } = options;
         let core = Core {
             tree: Tree::new(manifest, owner),
             set,
@@ -124,6 +132,7 @@ impl ReadFs {
             tours: Mutex::default(),
             on_problem,
             trace,
+            push,
             reported: Mutex::default(),
             stop,
         };
@@ -135,18 +144,22 @@ impl ReadFs {
             Ok(parts) => parts,
             Err(error) => return reply.error(adapter::errno(error)),
         };
+        let reading = self.core.push.as_ref().map(|push| push.reading(inode, offset, len));
         let ahead = self.core.look_ahead(inode, offset, len);
         let whole = ahead.whole;
         let pieces: Vec<_> = parts.into_iter().map(|part| self.core.piece(inode, part, whole)).collect();
         // What somebody waits for was asked for first.
         self.core.ask_ahead(inode, offset, ahead.chunks);
+        if let Some(push) = &self.core.push {
+            push.hand_over(inode, ahead.push);
+        }
         if offset == 0 && !self.core.plan_leads(inode, 0) {
             self.core.tour_ahead(inode);
         }
         if pieces.iter().any(|piece| matches!(piece, Piece::Coming(_))) {
             let core = Arc::clone(&self.core);
             let _runtime = self.runtime.enter();
-            let read = async move { core.answer_later(thread, inode, offset, pieces, reply).await };
+            let read = async move { core.answer_later(thread, inode, offset, pieces, reply, reading).await };
             task::detach("read", read);
             return;
         }
@@ -157,6 +170,7 @@ impl ReadFs {
         });
         let ready: Vec<_> = ready.collect();
         send(reply, &ready);
+        drop(reading);
         self.core.expect_tensors(inode, offset, &ready);
     }
 }
@@ -195,9 +209,9 @@ impl Core {
         let Some(node) = self.tree.manifest().node(inode) else { return Ahead::default() };
         let bandwidth_delay = self.source.bandwidth_delay_bytes();
         let read = Read { inode, offset, len, file_bytes: node.size };
-        let (chunks, sequential) = lock(&self.ahead).on_read(read, bandwidth_delay);
+        let Step { ask, sequential, before } = lock(&self.ahead).on_read(read, bandwidth_delay);
         let whole = sequential || node.size <= WHOLE_FILE_BYTES || self.source.whole_pays(node.size);
-        Ahead { chunks, whole }
+        Ahead { chunks: ask, whole, push: before }
     }
 
     /// Asks for these chunks, which a read at `offset` brought up.
@@ -254,6 +268,7 @@ impl Core {
         offset: u64,
         pieces: Vec<Piece>,
         reply: ReplyData,
+        _until_answered: Option<Reading>,
     ) {
         let waited = join_all(pieces.into_iter().map(|piece| async move {
             Ok::<_, FetchError>(match piece {

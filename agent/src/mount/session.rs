@@ -12,8 +12,10 @@ mod capabilities;
 mod control;
 mod device;
 mod guard;
+mod storer;
 
 pub use capabilities::request_capabilities;
+pub use storer::{Stored, Storer};
 
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -27,6 +29,7 @@ use fuser::{Config, Filesystem, Notifier, Session, SessionACL};
 use tokio_util::sync::CancellationToken;
 
 use self::guard::Guarded;
+use self::storer::Gate;
 
 /// More threads than this gain nothing: metadata is answered from memory, reads reply elsewhere.
 const MAX_THREADS: usize = 8;
@@ -110,6 +113,7 @@ pub struct AbortHandle {
     /// The connection's own file under fusectl, opened when the mount was made.
     kernel: Option<Arc<File>>,
     stop: CancellationToken,
+    pushes: Arc<Gate>,
 }
 
 impl AbortHandle {
@@ -121,6 +125,7 @@ impl AbortHandle {
     /// When the kernel refused the write. Without fusectl the stop token alone is what frees
     /// waiting requests, and that is no error.
     pub fn abort(&self) -> io::Result<()> {
+        self.pushes.shut();
         let outcome = self.kernel.as_deref().map_or(Ok(()), |mut file| file.write_all(b"1"));
         self.stop.cancel();
         match outcome {
@@ -172,7 +177,7 @@ impl MountSession {
             })
             .ok()
             .map(Arc::new);
-        let abort = AbortHandle { kernel, stop };
+        let abort = AbortHandle { kernel, stop, pushes: Arc::default() };
         let started = start(fs, device, &name, root);
         let (notifier, ended) = started.map_err(|source| {
             device::detach(&path, root);
@@ -197,11 +202,10 @@ impl MountSession {
         self.minor
     }
 
-    /// Tells the kernel what to forget. Never from a request's own path, never for what is open:
-    /// the kernel may wait there for a reply that this thread was to give.
+    /// For a thread that pushes; it must end with the file system.
     #[must_use]
-    pub fn notifier(&self) -> Notifier {
-        self.notifier.clone()
+    pub fn storer(&self) -> Storer {
+        Storer::new(self.notifier.clone(), Arc::clone(&self.abort.pushes))
     }
 
     /// For whoever must be able to abort without the session at hand, such as the leash.
@@ -228,6 +232,7 @@ impl MountSession {
         if self.over.swap(true, Ordering::SeqCst) {
             return Ok(());
         }
+        self.abort.pushes.shut();
         let detached = self.detach_within(DETACH_GRACE);
         if let Err(error) = self.abort() {
             tracing::warn!(mount = self.name, error = limb_common::error::chain(&error), "abort failed");

@@ -17,6 +17,7 @@ use super::place::notice;
 use crate::fetch::{ChunkTransport, Fetcher, FetcherLimits, Spill, SpillEvent, SpillSettings, SpillStats};
 use crate::leash::{Leash, Stage};
 use crate::link::control::Reporter;
+use crate::mount::read::PushStats;
 
 /// The disk could not be used, or not any longer.
 const NO_DISK: &str = "cache-disk-off";
@@ -24,6 +25,8 @@ const NO_DISK: &str = "cache-disk-off";
 const DAMAGED: &str = "cache-disk-damaged";
 /// How the disk did, at the end.
 const SUMMARY: &str = "cache";
+/// What went into the kernel's page cache before anybody read it.
+const PUSHED: &str = "pushed";
 
 /// What a box's cache stands on.
 pub(super) struct Ground<'a> {
@@ -79,11 +82,21 @@ fn spill(spec: &CacheSpec, memory_bytes: u64, ground: &Ground<'_>) -> Option<Spi
     }
 }
 
-/// Says how the disk did, if there was one.
-pub(super) async fn finish(fetcher: &Fetcher, reporter: &Reporter) {
-    if let Some(text) = words(fetcher.stats().spill) {
-        reporter.report(BoxEvent::Noticed { kind: SUMMARY.to_owned(), text }).await;
+/// Says how the disk did, if there was one, and what was pushed, if anything was to be.
+pub(super) async fn finish(fetcher: &Fetcher, pushed: Option<&PushStats>, reporter: &Reporter) {
+    let texts = [(SUMMARY, words(fetcher.stats().spill)), (PUSHED, pushed.map(pushed_words))];
+    for (kind, text) in texts {
+        if let Some(text) = text {
+            reporter.report(BoxEvent::Noticed { kind: kind.to_owned(), text }).await;
+        }
     }
+}
+
+fn pushed_words(stats: &PushStats) -> String {
+    let (bytes, chunks, dropped) = (show_bytes(stats.bytes()), stats.chunks(), stats.dropped());
+    format!(
+        "pushed into the page cache before it was read: {bytes} of {chunks} chunks, {dropped} not after all"
+    )
 }
 
 fn words(stats: SpillStats) -> Option<String> {
@@ -109,5 +122,7 @@ mod tests {
             SpillStats { spilled_bytes: 3 << 20, hit_bytes: 1 << 20, hits: 1, ..SpillStats::default() };
         let text = words(stats).unwrap();
         assert!(text.contains("3.2 MB written, 1.1 MB read back (1 chunks)"), "{text}");
+        let text = pushed_words(&PushStats::default());
+        assert_eq!(text, "pushed into the page cache before it was read: 0 B of 0 chunks, 0 not after all");
     }
 }

@@ -26,7 +26,7 @@ use crate::link::channels::Channels;
 use crate::link::chunks::{ChunkPatience, GrpcChunks, ManifestFetchError, fetch_manifest};
 use crate::link::control::Reporter;
 use crate::link::results::Uplink;
-use crate::mount::read::{Owner, ReadFs, ReadFsOptions};
+use crate::mount::read::{Owner, PushStats, Pusher, ReadFs, ReadFsOptions};
 use crate::mount::session::{MountError, MountOptions, MountSession};
 use crate::mount::write::WriteFs;
 use crate::results::output::Settling;
@@ -108,8 +108,8 @@ impl Mounts {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn add(&self, seen: Seen, session: MountSession) {
-        let mounted = Mounted { seen, session: Arc::new(session) };
+    fn add(&self, seen: Seen, session: Arc<MountSession>) {
+        let mounted = Mounted { seen, session };
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(mounted);
     }
 }
@@ -120,6 +120,14 @@ fn abort(mounts: impl IntoIterator<Item = Mounted>) {
             tracing::warn!(error = limb_common::error::chain(&error), "a mount could not be aborted");
         }
     }
+}
+
+/// What the read mounts share.
+#[derive(Clone, Copy)]
+struct Feed<'a> {
+    source: &'a Arc<Fetcher>,
+    traces: Option<&'a Traces>,
+    pushed: Option<&'a Arc<PushStats>>,
 }
 
 /// What every part of a place needs.
@@ -148,6 +156,8 @@ pub(super) struct Place {
     /// Where first touches are recorded; none: the job says `trace: off`.
     pub(super) traces: Option<Traces>,
     pub(super) source: Arc<Fetcher>,
+    /// None: the job does not say `push: on`.
+    pub(super) pushed: Option<Arc<PushStats>>,
     workdir_manifest: Option<(Manifest, SetSpec)>,
     _uplink: Uplink,
     _settling: Vec<Settling>,
@@ -165,13 +175,15 @@ impl Builder<'_> {
         };
         let source = super::cache::fetcher(&assignment.cache, Arc::new(chunks), &ground);
         let traces = assignment.trace.then(|| Traces::start(Arc::clone(&channels), source.clone()));
+        let pushed: Option<Arc<PushStats>> = assignment.push.then(Arc::default);
+        let feed = Feed { source: &source, traces: traces.as_ref(), pushed: pushed.as_ref() };
         let outbox = self.outbox();
         let uplink = Uplink::start(Arc::clone(&outbox), channels, self.link.identity().epoch);
         let mut binds = Vec::new();
         for spec in &assignment.mounts {
             let target = path_of(&spec.path);
             let manifest = self.manifest(&spec.set, &target.display().to_string()).await?;
-            let mounted = self.mount_set(&spec.set, &manifest, (source.clone(), traces.as_ref()), "set")?;
+            let mounted = self.mount_set(&spec.set, &manifest, feed, "set")?;
             let shown = if spec.single_file {
                 mounted.join(only_name(&manifest).ok_or(PlaceError::NotOneFile { path: target.clone() })?)
             } else {
@@ -195,7 +207,7 @@ impl Builder<'_> {
         let (workdir_lower, workdir_manifest) = match &assignment.workdir {
             Some(set) => {
                 let manifest = self.manifest(set, "the workdir").await?;
-                let lower = self.mount_set(set, &manifest, (source.clone(), traces.as_ref()), "workdir")?;
+                let lower = self.mount_set(set, &manifest, feed, "workdir")?;
                 (Some(lower), Some((manifest, set.clone())))
             }
             None => (None, None),
@@ -210,6 +222,7 @@ impl Builder<'_> {
             changes_to,
             traces,
             source,
+            pushed,
             workdir_manifest,
             _uplink: uplink,
             _settling: settling,
@@ -239,8 +252,8 @@ impl Builder<'_> {
             stop: stop.clone(),
         });
         let fs = WriteFs::new(Arc::clone(&output), Handle::current());
-        let path = self.mount(fs, ("workdir-rw", Seen::ByJob), false, stop, "the workdir")?;
-        Ok((output, path))
+        let mount = self.mount(fs, ("workdir-rw", Seen::ByJob), false, stop, "the workdir")?;
+        Ok((output, mount.path().to_owned()))
     }
 
     fn outbox(&self) -> Arc<Outbox> {
@@ -264,11 +277,15 @@ impl Builder<'_> {
         &self,
         set: &SetSpec,
         manifest: &Manifest,
-        (source, traces): (Arc<Fetcher>, Option<&Traces>),
+        feed: Feed<'_>,
         kind: &str,
     ) -> Result<PathBuf, PlaceError> {
         let stop = self.stop.child_token();
         let reporter = self.reporter.clone();
+        let source = Arc::clone(feed.source) as Arc<dyn ChunkSource>;
+        let push =
+            feed.pushed.map(|stats| Pusher::new(manifest.clone(), Arc::clone(&source), Arc::clone(stats)));
+        let (pusher, push) = push.unzip();
         let fs = ReadFs::new(ReadFsOptions {
             manifest: manifest.clone(),
             set: set.set,
@@ -283,11 +300,19 @@ impl Builder<'_> {
                 };
                 notice(&reporter, kind, format!("{}: {error}", path.display()));
             }),
-            trace: traces.map(|traces| traces.begin(set.set, manifest)),
+            trace: feed.traces.map(|traces| traces.begin(set.set, manifest)),
+            push,
             stop: stop.clone(),
             runtime: Handle::current(),
         });
-        self.mount(fs, (&format!("{kind}-{}", set.set.0), Seen::ByJob), true, stop, kind)
+        let name = format!("{kind}-{}", set.set.0);
+        let mount = self.mount(fs, (&name, Seen::ByJob), true, stop, kind)?;
+        if let Some(pusher) = pusher
+            && let Err(error) = pusher.start(mount.storer())
+        {
+            tracing::warn!(mount = name, %error, "nothing will be pushed into the page cache");
+        }
+        Ok(mount.path().to_owned())
     }
 
     async fn mount_output(
@@ -318,8 +343,8 @@ impl Builder<'_> {
         });
         let fs = WriteFs::new(Arc::clone(&output), Handle::current());
         let seen = if spec.path == WORKDIR_CHANGES { Seen::ByAgent } else { Seen::ByJob };
-        let path = self.mount(fs, (&format!("output-{}", spec.output.0), seen), false, stop, &what)?;
-        Ok((output, path))
+        let mount = self.mount(fs, (&format!("output-{}", spec.output.0), seen), false, stop, &what)?;
+        Ok((output, mount.path().to_owned()))
     }
 
     fn mount(
@@ -329,15 +354,15 @@ impl Builder<'_> {
         read_only: bool,
         stop: CancellationToken,
         what: &str,
-    ) -> Result<PathBuf, PlaceError> {
+    ) -> Result<Arc<MountSession>, PlaceError> {
         let path = self.private_dir.join("mounts").join(name);
         fs::create_dir_all(&path)?;
         let options = MountOptions { path, read_only, name: name.to_owned(), stop };
         let mount = MountSession::mount(fs, options)
             .map_err(|source| PlaceError::Mount { what: what.to_owned(), source })?;
-        let path = mount.path().to_owned();
-        self.mounts.add(seen, mount);
-        Ok(path)
+        let session = Arc::new(mount);
+        self.mounts.add(seen, Arc::clone(&session));
+        Ok(session)
     }
 }
 

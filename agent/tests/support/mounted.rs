@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use limb_agent::fetch::{ChunkTransport, FetchError, Fetcher, FetcherLimits, Spill};
-use limb_agent::mount::read::{Owner, ReadFs, ReadFsOptions};
+use limb_agent::mount::read::{Owner, PushStats, Pusher, ReadFs, ReadFsOptions};
 use limb_agent::mount::session::{MountOptions, MountSession};
 use limb_agent::trace::{SetTrace, Shares, replay};
 use limb_common::assignment::SetNumber;
@@ -36,6 +36,8 @@ pub(crate) struct Mounted {
     pub(crate) manifest: Manifest,
     pub(crate) problems: Arc<Mutex<Vec<(PathBuf, FetchError)>>>,
     pub(crate) trace: Arc<SetTrace>,
+    /// Of what is pushed into the page cache, where that is on.
+    pub(crate) pushed: Option<Arc<PushStats>>,
     pub(crate) directory: tempfile::TempDir,
     runtime: Option<Runtime>,
 }
@@ -71,17 +73,22 @@ impl Mounted {
         cache_bytes: u64,
         transport: impl FnOnce(&Home) -> Arc<dyn ChunkTransport>,
     ) -> Self {
-        Self::made(set, cache_bytes, None, transport)
+        Self::made(set, cache_bytes, None, false, transport)
     }
 
     pub(crate) fn spilling(set: SetBuilder, cache_bytes: u64, spill: Spill) -> Self {
-        Self::made(set, cache_bytes, Some(spill), |home| Arc::new(home.clone()))
+        Self::made(set, cache_bytes, Some(spill), false, |home| Arc::new(home.clone()))
+    }
+
+    pub(crate) fn pushing(set: SetBuilder, cache_bytes: u64) -> Self {
+        Self::made(set, cache_bytes, None, true, |home| Arc::new(home.clone()))
     }
 
     fn made(
         set: SetBuilder,
         cache_bytes: u64,
         spill: Option<Spill>,
+        push: bool,
         transport: impl FnOnce(&Home) -> Arc<dyn ChunkTransport>,
     ) -> Self {
         let (manifest, order, home) = set.finish();
@@ -98,6 +105,10 @@ impl Mounted {
         let problems: Arc<Mutex<Vec<(PathBuf, FetchError)>>> = Arc::default();
         let seen = Arc::clone(&problems);
         let trace = Arc::new(SetTrace::new(SetNumber(0), manifest.clone(), Arc::default()));
+        let pushed: Option<Arc<PushStats>> = push.then(Arc::default);
+        let source = Arc::new(fetcher.clone());
+        let push = pushed.clone().map(|stats| Pusher::new(manifest.clone(), source, stats));
+        let (pusher, push) = push.unzip();
         let fs = ReadFs::new(ReadFsOptions {
             manifest: manifest.clone(),
             set: SetNumber(0),
@@ -107,6 +118,7 @@ impl Mounted {
                 seen.lock().unwrap().push((path.to_owned(), error.clone()));
             }),
             trace: Some(Arc::clone(&trace)),
+            push,
             stop: stop.clone(),
             runtime: runtime.handle().clone(),
         });
@@ -118,8 +130,9 @@ impl Mounted {
             stop: stop.clone(),
         };
         let session = MountSession::mount(fs, options).unwrap();
+        pusher.into_iter().for_each(|pusher| pusher.start(session.storer()).unwrap());
         let runtime = Some(runtime);
-        Self { session, stop, fetcher, home, order, manifest, problems, trace, directory, runtime }
+        Self { session, stop, fetcher, home, order, manifest, problems, trace, pushed, directory, runtime }
     }
 
     /// Reads ahead by a plan; the receiver hears when that has ended.

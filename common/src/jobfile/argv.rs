@@ -28,6 +28,8 @@ pub struct ArgvJob {
     pub disconnect_grace: Option<String>,
     /// `on` or `off`.
     pub trace: Option<String>,
+    /// `on` or `off`.
+    pub push: Option<String>,
     pub cache_memory: Option<String>,
     pub cache_disk: Option<String>,
 }
@@ -73,6 +75,7 @@ impl ArgvJob {
         put(&mut limits, "disconnect_grace", self.disconnect_grace.clone().map(Value::from));
         put(&mut file, "limits", section(limits));
         put(&mut file, "trace", self.trace.clone().map(Value::from));
+        put(&mut file, "push", self.push.clone().map(Value::from));
         let mut cache = Map::new();
         put(&mut cache, "memory", self.cache_memory.clone().map(Value::from));
         put(&mut cache, "disk", self.cache_disk.clone().map(Value::from));

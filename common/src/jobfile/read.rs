@@ -7,7 +7,7 @@ use super::{CacheSpec, Command, JobFile, JobFileError, Limits, Resources, Retry,
 use crate::class::DataClass;
 
 /// Every key of the format, aliases last.
-const KEYS: [&str; 17] = [
+const KEYS: [&str; 18] = [
     "name",
     "workdir",
     "resources",
@@ -21,6 +21,7 @@ const KEYS: [&str; 17] = [
     "limits",
     "retry",
     "trace",
+    "push",
     "cache",
     "notify",
     "commands",
@@ -144,6 +145,7 @@ struct DraftJob {
     limits: Limits,
     retry: Retry,
     trace: Option<bool>,
+    push: Option<bool>,
     cache: (u64, CacheSpec),
 }
 
@@ -207,6 +209,7 @@ fn read_key(place: &Place<'_>, draft: &mut Draft, key: &Node, value: &Node) -> R
         "limits" => job.limits = sections::limits(place, value)?,
         "retry" => job.retry = sections::retry(place, value)?,
         "trace" => job.trace = Some(sections::switch(place, value, "trace")?),
+        "push" => job.push = Some(sections::switch(place, value, "push")?),
         "cache" => job.cache = (key.line, sections::cache(place, value)?),
         "notify" => {
             if !place.items(value, name)?.is_empty() {
@@ -312,6 +315,7 @@ fn finish(place: &Place<'_>, draft: Draft, argv: Option<Vec<Vec<u8>>>) -> Read<J
         limits: job.limits,
         retry: job.retry,
         trace: job.trace.unwrap_or(true),
+        push: job.push.unwrap_or(false),
         cache,
         file: place.file.to_owned(),
     };

@@ -87,8 +87,8 @@ fn unknown_keys_name_line_and_neighbour() {
     insta::assert_snapshot!(error("run: a\n\nmount: {}\n"), @"job.yaml:3: unknown key `mount`; hint: did you mean `mounts`?");
     insta::assert_snapshot!(error("run: a\nlimits:\n  max_duraton: 5m\n"), @"job.yaml:3: unknown key `max_duraton` in `limits`; hint: did you mean `max_duration`?");
     insta::assert_snapshot!(error("run: a\nmounts:\n  /d:\n    src: x\n"), @"job.yaml:4: unknown key `src` in `mounts./d`; hint: known here: source, class, links");
-    insta::assert_snapshot!(error("run: a\nzebra: 1\n"), @"job.yaml:2: unknown key `zebra`; hint: known here: name, workdir, resources, image, env, secrets, mounts, outputs, setup, run, limits, retry, trace, cache, notify, commands, accelerators");
-    insta::assert_snapshot!(error("run: a\n? [x]\n: 1\n"), @"job.yaml:2: unknown key `a list`; hint: known here: name, workdir, resources, image, env, secrets, mounts, outputs, setup, run, limits, retry, trace, cache, notify, commands, accelerators");
+    insta::assert_snapshot!(error("run: a\nzebra: 1\n"), @"job.yaml:2: unknown key `zebra`; hint: known here: name, workdir, resources, image, env, secrets, mounts, outputs, setup, run, limits, retry, trace, push, cache, notify, commands, accelerators");
+    insta::assert_snapshot!(error("run: a\n? [x]\n: 1\n"), @"job.yaml:2: unknown key `a list`; hint: known here: name, workdir, resources, image, env, secrets, mounts, outputs, setup, run, limits, retry, trace, push, cache, notify, commands, accelerators");
 }
 
 #[test]
@@ -287,6 +287,17 @@ fn the_access_trace_is_on_unless_the_job_says_off() {
     assert_eq!(trace("trace: off\n"), Ok(false));
     insta::assert_snapshot!(error("run: a\ntrace: of\n"), @"job.yaml:2: `trace` cannot be \"of\"; hint: did you mean `on`?");
     insta::assert_snapshot!(error("run: a\ntrace: 1\n"), @"job.yaml:2: `trace` cannot be \"1\"; hint: one of on, off");
+}
+
+#[test]
+fn nothing_is_pushed_into_the_page_cache_unless_the_job_says_on() {
+    let push = |line: &str| parse(&format!("run: a\n{line}")).map(|job| job.push);
+    assert_eq!(push(""), Ok(false));
+    assert_eq!(push("push: on\n"), Ok(true));
+    assert_eq!(push("push: off\n"), Ok(false));
+    insta::assert_snapshot!(error("run: a\npush: yes\n"), @"job.yaml:2: `push` cannot be \"yes\"; hint: one of on, off");
+    let flags = ArgvJob { push: Some("on".to_owned()), ..ArgvJob::default() };
+    assert!(JobFile::from_argv(&flags, Path::new("/"), vec![b"true".to_vec()]).unwrap().push);
 }
 
 #[test]

@@ -46,6 +46,7 @@ impl From<&Assignment> for v1::Assignment {
             disconnect_grace_ms: ms(assignment.disconnect_grace),
             lower_results_set: 0,
             trace: assignment.trace,
+            push: assignment.push,
             cache: Some(v1::CacheSpec::from(&assignment.cache)),
         }
     }
@@ -96,6 +97,7 @@ impl TryFrom<v1::Assignment> for Assignment {
             workdir_changes_cap_bytes: message.workdir_changes_cap_bytes,
             memory_bytes: (message.memory_bytes > 0).then_some(message.memory_bytes),
             trace: message.trace,
+            push: message.push,
             cache: message.cache.map(CacheSpec::try_from).transpose()?.unwrap_or_default(),
             stop_grace: Duration::from_millis(message.stop_grace_ms),
             disconnect_grace: Duration::from_millis(message.disconnect_grace_ms),
@@ -273,6 +275,7 @@ mod tests {
             workdir_changes_cap_bytes: 1 << 30,
             memory_bytes: Some(3 << 30),
             trace: true,
+            push: true,
             cache: CacheSpec { memory_bytes: 1 << 30, disk_bytes: 5, dir: Some("/mnt/a".into()) },
             stop_grace: Duration::from_secs(30),
             disconnect_grace: Duration::from_secs(1200),

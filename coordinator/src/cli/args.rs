@@ -114,6 +114,9 @@ pub(super) struct JobArgs {
     /// Record which data the job touches first, and read it ahead when the job runs again [default: on]
     #[arg(long, value_name = "on|off", requires = "argv")]
     pub(super) trace: Option<String>,
+    /// Put what is on the box into the page cache before a sequential reader comes to it [default: off]
+    #[arg(long, value_name = "on|off", requires = "argv")]
+    pub(super) push: Option<String>,
     /// Memory on the box for what the job has read [default: 512MiB]
     #[arg(long, value_name = "SIZE", requires = "argv")]
     pub(super) cache_memory: Option<String>,

@@ -75,6 +75,7 @@ fn flags(args: &JobArgs) -> ArgvJob {
         stop_duration: args.stop_duration.clone(),
         disconnect_grace: args.disconnect_grace.clone(),
         trace: args.trace.clone(),
+        push: args.push.clone(),
         cache_memory: args.cache_memory.clone(),
         cache_disk: args.cache_disk.clone(),
     }

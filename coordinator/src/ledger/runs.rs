@@ -36,6 +36,8 @@ pub struct RunSpec {
     #[serde(default)]
     pub trace: bool,
     #[serde(default)]
+    pub push: bool,
+    #[serde(default)]
     pub cache: CacheSpec,
     pub max_duration_ms: u64,
     pub max_cost_micros: u64,

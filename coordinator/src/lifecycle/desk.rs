@@ -237,6 +237,7 @@ impl Lifecycle {
             workdir_changes_cap_bytes: spec.workdir_changes_cap_bytes,
             memory_bytes: spec.memory_bytes,
             trace: spec.trace,
+            push: spec.push,
             cache: spec.cache.clone(),
             stop_grace: (spec.stop_duration() / 2).min(STOP_GRACE),
             disconnect_grace: spec.disconnect_grace(),

@@ -312,6 +312,7 @@ impl Frozen {
             argv,
             workdir_changes_cap_bytes: limb_common::jobfile::WORKDIR_CHANGES_CAP_BYTES,
             trace: job.trace,
+            push: job.push,
             cache: job.cache.clone(),
             max_duration_ms: millis(job.limits.max_duration),
             max_cost_micros: job.limits.max_cost.0,

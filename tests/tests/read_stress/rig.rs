@@ -144,6 +144,7 @@ impl Rig {
                 seen.lock().unwrap().push((path.to_owned(), error.clone()));
             }),
             trace: None,
+            push: None,
             stop: stop.clone(),
             runtime: runtime.handle().clone(),
         });

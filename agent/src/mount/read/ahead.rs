@@ -77,14 +77,25 @@ pub(super) struct Read {
     pub(super) file_bytes: u64,
 }
 
+/// What a read says about those that will follow.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Step {
+    /// To be asked for now, each chunk of a stream once.
+    pub(super) ask: Range<u64>,
+    /// It belongs to a stream.
+    pub(super) sequential: bool,
+    /// What of the stream's window the kernel, which looks one chunk ahead itself, does not ask for
+    /// yet.
+    pub(super) before: Range<u64>,
+}
+
 impl ReadAhead {
-    /// Takes note of a read and says which chunks to ask for now, each chunk of a stream once, and
-    /// whether the read belongs to a stream.
-    pub(super) fn on_read(&mut self, read: Read, bandwidth_delay_bytes: Option<u64>) -> (Range<u64>, bool) {
+    /// Takes note of a read.
+    pub(super) fn on_read(&mut self, read: Read, bandwidth_delay_bytes: Option<u64>) -> Step {
         let Read { inode, offset, len, file_bytes } = read;
         let end = offset.saturating_add(len).min(file_bytes);
         if offset >= end {
-            return (0..0, false);
+            return Step::default();
         }
         self.reads += 1;
         self.forget_old_files();
@@ -94,17 +105,18 @@ impl ReadAhead {
         let Some(index) = file.find(offset, end) else {
             self.streams_seen += 1;
             file.stray(Stream::new(self.streams_seen, offset, end, self.reads));
-            return (0..0, false);
+            return Step::default();
         };
         file.strays = 0;
         let stream = &mut file.streams[index];
         stream.used_at = self.reads;
-        let wanted = stream.advance(offset, end, file_bytes, cap_chunks);
+        let ask = stream.advance(offset, end, file_bytes, cap_chunks);
+        let before = stream.before(file_bytes);
         self.recent.push_back(stream.serial);
         if self.recent.len() > RECENT_READS {
             self.recent.pop_front();
         }
-        (wanted, true)
+        Step { ask, sequential: true, before }
     }
 
     /// This file, whose first bytes were just read, will be read to its end, as far as its kind tells:
@@ -245,6 +257,11 @@ impl Stream {
         self.ahead_to = to;
         from..to
     }
+
+    fn before(&self, file_bytes: u64) -> Range<u64> {
+        let here = self.next.div_ceil(CHUNK_BYTES_U64);
+        here + 1..(here + self.window_chunks).min(file_bytes.div_ceil(CHUNK_BYTES_U64))
+    }
 }
 
 #[cfg(test)]
@@ -272,7 +289,7 @@ mod tests {
             if !asked.contains(&chunk) {
                 missed.insert(chunk);
             }
-            for index in ahead.on_read(read(offset, piece, file_bytes), delay_bytes).0 {
+            for index in ahead.on_read(read(offset, piece, file_bytes), delay_bytes).ask {
                 assert!(asked.insert(index), "chunk {index} was asked for twice");
                 assert!(index < file_bytes.div_ceil(MIB));
                 furthest = furthest.max(index - chunk);
@@ -295,12 +312,30 @@ mod tests {
     fn what_was_not_asked_for_is_offered_again() {
         let mut ahead = ReadAhead::default();
         for at in 0..40 {
-            let (chunks, _) = ahead.on_read(read(at * MIB, MIB, 100 * MIB), Some(2 * MIB));
-            ahead.not_asked(Inode(7), &chunks);
+            let step = ahead.on_read(read(at * MIB, MIB, 100 * MIB), Some(2 * MIB));
+            ahead.not_asked(Inode(7), &step.ask);
         }
-        let (chunks, sequential) = ahead.on_read(read(40 * MIB, MIB, 100 * MIB), Some(2 * MIB));
-        assert_eq!((chunks, sequential), (41..57, true));
+        let step = ahead.on_read(read(40 * MIB, MIB, 100 * MIB), Some(2 * MIB));
+        assert_eq!(step, Step { ask: 41..57, sequential: true, before: 42..57 });
         ahead.not_asked(Inode(8), &(1..2));
+    }
+
+    /// Of a chunk that was pushed the kernel asks for the first page only.
+    #[test]
+    fn single_pages_of_chunks_in_order_keep_a_stream_running_ahead() {
+        let mut ahead = ReadAhead::default();
+        let file = 1000 * MIB;
+        for at in 0..2 {
+            ahead.on_read(read(at * MIB, MIB, file), None);
+        }
+        let mut asked = BTreeSet::new();
+        for at in 2..100 {
+            let step = ahead.on_read(read(at * MIB, 4096, file), None);
+            assert!(step.sequential);
+            asked.extend(step.ask);
+        }
+        assert_eq!(asked.last(), Some(&115));
+        assert_eq!(asked.len(), 110);
     }
 
     #[test]
@@ -342,14 +377,14 @@ mod tests {
         for at in 0..50 {
             ahead.on_read(read(at * MIB, MIB, file), None);
         }
-        let (wanted, _) = ahead.on_read(read(60 * MIB, MIB, file), None);
-        assert_eq!(wanted.end, 61 + 16);
+        let step = ahead.on_read(read(60 * MIB, MIB, file), None);
+        assert_eq!(step.ask.end, 61 + 16);
         assert_eq!(ahead.files[&Inode(7)].streams.len(), 1);
     }
 
     /// Chunks asked for by what is expected after a first read of the file's head.
     fn expected(ahead: &mut ReadAhead, file: u64) -> Range<u64> {
-        assert_eq!(ahead.on_read(read(0, 128 << 10, file), None), (0..0, false));
+        assert_eq!(ahead.on_read(read(0, 128 << 10, file), None), Step::default());
         ahead.expect(Inode(7), file, None)
     }
 
@@ -361,7 +396,7 @@ mod tests {
         assert_eq!(ahead.expect(Inode(7), file, None), 0..0, "once");
         for offset in (128 << 10..file).step_by(128 << 10) {
             assert!(offset < MIB || asked.contains(&(offset / MIB)), "{offset} was not read ahead");
-            for index in ahead.on_read(read(offset, 128 << 10, file), None).0 {
+            for index in ahead.on_read(read(offset, 128 << 10, file), None).ask {
                 assert!(asked.insert(index), "chunk {index} was asked for twice");
             }
         }
@@ -403,8 +438,8 @@ mod tests {
         fn random_reads_are_not_amplified(slots in proptest::collection::vec(0_u64..200_000, 1..300)) {
             let mut ahead = ReadAhead::default();
             for slot in slots {
-                let (wanted, sequential) = ahead.on_read(read(slot * 8192, 4096, 200_000 * 8192), None);
-                prop_assert!(wanted.is_empty() && !sequential, "{wanted:?}");
+                let step = ahead.on_read(read(slot * 8192, 4096, 200_000 * 8192), None);
+                prop_assert_eq!(step, Step::default());
             }
         }
 
@@ -426,7 +461,7 @@ mod tests {
                 if reads[turn] > 40 && !asked.contains(&(offset / MIB)) {
                     late[turn] += 1;
                 }
-                asked.extend(ahead.on_read(read(offset, piece, file), None).0);
+                asked.extend(ahead.on_read(read(offset, piece, file), None).ask);
                 at[turn] += piece;
             }
             prop_assert_eq!(late, [0; 8]);
@@ -440,9 +475,10 @@ mod tests {
             let mut ahead = ReadAhead::default();
             let file = 70 * MIB + 17;
             for (offset, len) in reads {
-                let (wanted, _) = ahead.on_read(read(offset, len, file), None);
-                prop_assert!(wanted.end <= 71);
-                prop_assert!(wanted.end - wanted.start <= 40);
+                let Step { ask, before, .. } = ahead.on_read(read(offset, len, file), None);
+                prop_assert!(ask.end <= 71 && before.end <= 71);
+                prop_assert!(ask.end - ask.start <= 40);
+                prop_assert!(before.is_empty() || before.start * MIB > offset + len);
             }
         }
     }

@@ -426,6 +426,7 @@ pub(super) fn spec() -> RunSpec {
         workdir_changes_cap_bytes: 0,
         memory_bytes: None,
         trace: true,
+        push: false,
         cache: CacheSpec::default(),
         max_duration_ms: 60_000,
         max_cost_micros: 1_000_000_000,
