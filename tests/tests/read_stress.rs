@@ -19,12 +19,12 @@ mod rig;
 mod tree;
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
 
 use fake_chunks::Fault;
+use limb_common::manifest::ChunkRef;
 use limb_tests::home::{lacks, lacks_fuse};
 use ops::{Step, World};
 use proptest::prelude::*;
@@ -206,13 +206,15 @@ fn run(case: &Case) -> Result<(), String> {
         }
         let index = chunk.index(usize::try_from(found.chunk_count()).unwrap()) as u64;
         // A hole is not asked for.
-        let is_data = matches!(found.chunk(index), Some(limb_common::manifest::ChunkRef::Data(_)));
-        if !is_data {
-            continue;
+        let Some(ChunkRef::Data(id)) = found.chunk(index) else { continue };
+        // Equal bytes are one chunk, wherever they lie: who has it from one place asks at no other.
+        for path in &paths {
+            let node = rig.manifest.node(rig.inode(path)).unwrap();
+            for index in (0..node.chunk_count()).filter(|&at| node.chunk(at) == Some(ChunkRef::Data(id))) {
+                rig.spoil(path, index, *fault);
+                spoiled.insert((path.clone(), index));
+            }
         }
-        rig.spoil(path, index, *fault);
-        let names = paths.iter().filter(|other| rig.inode(other) == rig.inode(path));
-        spoiled.extend(names.map(|name: &PathBuf| (name.clone(), index)));
     }
     rig.state.faults.lock().unwrap().extend(&case.faults);
     let world = World {

@@ -10,7 +10,7 @@ use crate::{TTL, cannot_run, is_long};
 
 fn fio(arguments: &[&str], file: &Path, elsewhere: &Path) {
     let ended = Command::new("timeout")
-        .args(["120", "fio", "--bs=64k", "--verify=crc32c", "--verify_interval=4k", "--verify_fatal=1"])
+        .args(["600", "fio", "--bs=64k", "--verify=crc32c", "--verify_interval=4k", "--verify_fatal=1"])
         .args(arguments)
         .arg("--filename")
         .arg(file)
@@ -29,7 +29,7 @@ fn fio_verifies_what_it_reads_in_order_at_random_and_mapped() {
         return;
     }
     let elsewhere = tempfile::tempdir().unwrap();
-    let size = if is_long() { "--size=256M" } else { "--size=6M" };
+    let size = if is_long() { "--size=64M" } else { "--size=6M" };
     let rig = Rig::new(Serving::Home, 3 << 20, TTL, |root| {
         let layout = ["--name=layout", size, "--rw=write", "--do_verify=0", "--ioengine=psync"];
         fio(&layout, &root.join("f"), elsewhere.path());
