@@ -25,7 +25,9 @@ use crate::fetch::{Priority, TransportError};
 /// A lane for so much of the window (twice what the link holds). One stock TCP stream carries about
 /// 3 MiB (4 MiB of send buffer, with its overhead): 62 % of 1 Gbit/s at 40 ms. More lanes than are
 /// needed would each be idle at times, and TCP begins anew after a pause.
-const LANE_BYTES: u64 = 4 << 20;
+const LANE_BYTES: u64 = 3 << 20;
+/// One that falls silent has a neighbour.
+const LEAST_LANES: usize = 2;
 /// A lane is given what it sends in two round trips and this time, and one chunk: home has the next
 /// at hand, and a lane that became slow does not hold what others could bring.
 const SPARE_TIME: Duration = Duration::from_millis(50);
@@ -80,6 +82,8 @@ struct Sent {
 #[derive(Debug)]
 struct Lane {
     up: bool,
+    /// Home has taken the stream; before, what is asked travels with its opening.
+    answered: bool,
     /// From the stream's own ids. Ids of cancelled asks are absent: their pieces are ignored.
     by_id: HashMap<u64, u64>,
     last_id: u64,
@@ -131,6 +135,7 @@ impl Desk {
     /// Home answered the opening: only from now on can pieces come.
     pub(super) fn answered(&mut self, number: usize, now: Duration) {
         if let Some(lane) = self.lanes.get_mut(number) {
+            lane.answered = true;
             lane.active_at = now;
             lane.rate.begins(now);
         }
@@ -184,15 +189,15 @@ impl Desk {
 
     /// Gives what waits to lanes with room, and credit to those that use it up.
     pub(super) fn deal(&mut self, now: Duration) {
-        while let Some(number) = self.next_waiting(Priority::Demand) {
-            let Some(lane) = self.soonest_lane(now, false) else { break };
-            self.waiting[Priority::Demand as usize].pop_front();
+        while let Some(number) = self.next_waiting(Priority::Demand, false) {
+            let Some((lane, _)) = self.soonest_lane(now, false) else { break };
+            self.take_waiting(Priority::Demand, false);
             self.give(number, lane, now);
         }
         for priority in [Priority::ReadAhead, Priority::Trace, Priority::Background] {
-            while let Some(number) = self.next_waiting(priority) {
-                let Some(lane) = self.soonest_lane(now, true) else { break };
-                self.waiting[priority as usize].pop_front();
+            while let Some((lane, late)) = self.soonest_lane(now, true) {
+                let Some(number) = self.next_waiting(priority, late) else { break };
+                self.take_waiting(priority, late);
                 self.give(number, lane, now);
             }
         }
@@ -203,47 +208,69 @@ impl Desk {
         }
     }
 
-    /// The next ask of this priority that is still one and on no lane.
-    fn next_waiting(&mut self, priority: Priority) -> Option<u64> {
+    /// The ask of this priority that has waited longest and is still one and on no lane; or that is
+    /// wanted last.
+    fn next_waiting(&mut self, priority: Priority, last: bool) -> Option<u64> {
         let queue = &mut self.waiting[priority as usize];
-        while let Some(number) = queue.front() {
+        while let Some(number) = if last { queue.back() } else { queue.front() } {
             let valid = |open: &Open| open.sent.is_empty() && open.wanted.priority == priority;
             if self.asks.get(number).is_some_and(valid) {
                 return Some(*number);
             }
-            queue.pop_front();
+            if last {
+                queue.pop_back()
+            } else {
+                queue.pop_front()
+            };
         }
         None
     }
 
-    /// The lane in use that would have sent one chunk more first; with room for more, if asked so.
-    fn soonest_lane(&self, now: Duration, with_room: bool) -> Option<usize> {
-        let round_trip = self.meter.least_round_trip().unwrap_or_default();
-        let time = round_trip * 2 + SPARE_TIME;
-        let ahead = |lane: &Lane| lane.bytes_in(now, time);
-        let has_room = |lane: &Lane| {
-            !with_room || (lane.by_id.len() < MAX_ON_LANE && lane.owed_bytes < ahead(lane).max(SPARE_BYTES))
+    fn take_waiting(&mut self, priority: Priority, last: bool) {
+        let queue = &mut self.waiting[priority as usize];
+        if last {
+            queue.pop_back()
+        } else {
+            queue.pop_front()
         };
-        let up = || self.lanes.iter().enumerate().filter(|(_, lane)| lane.up);
-        let in_use = up().take(self.lanes_in_use()).filter(|(_, lane)| has_room(lane));
-        // In units of what it sends in that time.
-        let load = |lane: &Lane| ((lane.owed_bytes + SPARE_BYTES) << 10) / ahead(lane).max(1);
-        in_use.min_by_key(|(number, lane)| (load(lane), *number)).map(|(number, _)| number)
     }
 
-    /// Somebody waits for what a slow lane owes, and one that has nothing to do would bring it in
-    /// half the time: it is asked too.
-    fn help_the_slow(&mut self, now: Duration) {
-        let Some(helper) = self.lanes.iter().position(|lane| lane.up && lane.by_id.is_empty()) else {
-            return;
-        };
+    /// The lane in use that would have sent one chunk more first; with room for more, if asked so.
+    /// And whether it is so late that it should bring what is wanted last: who reads in order would
+    /// wait for a new connection while all others have nothing to do.
+    fn soonest_lane(&self, now: Duration, with_room: bool) -> Option<(usize, bool)> {
         let round_trip = self.meter.least_round_trip().unwrap_or_default();
-        let rate = |lane: usize| {
-            let second = Duration::from_secs(1);
-            self.lanes.get(lane).map_or(1, |lane| lane.bytes_in(now, second).max(1))
+        let time = round_trip * 2 + SPARE_TIME;
+        let has_room = |lane: &Lane, ahead: u64| {
+            !with_room
+                || (lane.by_id.len() < MAX_ON_LANE
+                    && lane.owed_bytes + SPARE_BYTES / 2 < ahead.max(SPARE_BYTES))
         };
-        let time =
-            |bytes: u64, lane: usize| Duration::from_micros(bytes.saturating_mul(1_000_000) / rate(lane));
+        let answered = self.lanes.iter().any(|lane| lane.up && lane.answered);
+        let up = self.lanes.iter().enumerate().filter(|(_, lane)| lane.up && lane.answered >= answered);
+        let mut least = u64::MAX;
+        let mut soonest = None;
+        for (number, lane) in up.take(self.lanes_in_use()) {
+            let ahead = lane.bytes_in(now, time);
+            // In units of what it sends in that time.
+            let load = ((lane.owed_bytes + SPARE_BYTES) << 10) / ahead.max(1);
+            least = least.min(load);
+            if has_room(lane, ahead) && soonest.is_none_or(|(best, _)| load < best) {
+                soonest = Some((load, number));
+            }
+        }
+        soonest.map(|(load, number)| (number, load > least.saturating_add(least / 2)))
+    }
+
+    /// Somebody waits for what a slow lane owes, and the fastest would bring it in two thirds of the
+    /// time, demand going before all else: it is asked too.
+    fn help_the_slow(&mut self, now: Duration) {
+        let round_trip = self.meter.least_round_trip().unwrap_or_default();
+        let second = Duration::from_secs(1);
+        let rates: Vec<_> = self.lanes.iter().map(|lane| lane.bytes_in(now, second).max(1)).collect();
+        let up = self.lanes.iter().zip(&rates).enumerate().filter(|(_, (lane, _))| lane.up && lane.answered);
+        let Some((helper, (_, &rate))) = up.max_by_key(|(_, (_, rate))| **rate) else { return };
+        let time = |bytes: u64, rate: u64| Duration::from_micros(bytes.saturating_mul(1_000_000) / rate);
         let slowest = self
             .asks
             .iter()
@@ -251,9 +278,10 @@ impl Desk {
             .filter_map(|(number, open)| {
                 let [only] = open.sent.as_slice() else { return None };
                 let len = open.wanted.body.len();
-                let left = time(len.saturating_sub(only.arrived_bytes), only.lane);
-                let again = (round_trip + time(len, helper)) * 2 + SPARE_TIME;
-                (left > again && now.saturating_sub(only.at) > again).then_some((left, *number))
+                let left = time(len.saturating_sub(only.arrived_bytes), *rates.get(only.lane)?);
+                let again = (round_trip + time(len, rate) + SPARE_TIME) * 3 / 2;
+                let late = only.lane != helper && left > again && now.saturating_sub(only.at) > again;
+                late.then_some((left, *number))
             })
             .max();
         if let Some((_, number)) = slowest {
@@ -391,7 +419,7 @@ impl Desk {
 
     /// Home may have lost the ask. The first stays as it is: it may only wait for its turn there.
     fn ask_anew(&mut self, number: u64, now: Duration) {
-        let Some(lane) = self.soonest_lane(now, false) else { return };
+        let Some((lane, _)) = self.soonest_lane(now, false) else { return };
         tracing::debug!(number, lane, "nothing came of an ask; asking once more");
         let second = self.asks.get_mut(&number).and_then(|open| open.sent.drain(1..).next());
         if let Some(sent) = second
@@ -415,16 +443,13 @@ impl Desk {
         self.lanes.iter().enumerate().filter(move |(_, lane)| silent(lane)).map(|(number, _)| number)
     }
 
-    /// One more connection would help now: the link holds more than one can carry and there is
-    /// something to ask, or every lane is silent under demand.
-    pub(super) fn wants_lane(&self, now: Duration) -> bool {
+    /// One more connection would help now: the link holds more than these can carry and there is
+    /// something to ask. As many as it may hold are made before it is known: each takes three round
+    /// trips, and begins slowly.
+    pub(super) fn wants_lane(&self) -> bool {
         let open = self.lanes.len();
-        if open == 0 {
-            return true;
-        }
-        let waits = self.waiting[1..].iter().any(|queue| !queue.is_empty());
-        let silent = || self.silent_lanes(now, HEDGE_AFTER).count() == open;
-        (waits && open < self.lanes_in_use()) || (open < 2 && silent())
+        let waits = || self.waiting[1..].iter().any(|queue| !queue.is_empty());
+        open < LEAST_LANES || (open < self.lanes_in_use() && (!self.meter.is_settled() || waits()))
     }
 }
 
@@ -432,6 +457,7 @@ impl Lane {
     fn new(up: bool, now: Duration) -> Self {
         Self {
             up,
+            answered: false,
             by_id: HashMap::new(),
             last_id: 0,
             outbox: VecDeque::new(),

@@ -27,8 +27,10 @@ const FAR: Duration = Duration::from_millis(1);
 const FAST_BYTES_PER_SECOND: u64 = 250_000_000;
 /// 10 Gbit/s at 25 ms.
 const MOST_WINDOW_BYTES: u64 = 64 << 20;
-/// While nothing is known: 1 Gbit/s at 60 ms, and two seconds of a slow DSL line.
+/// While nothing is known: what 1 Gbit/s needs, but no less than this, which is two seconds of a slow
+/// DSL line, and no more than twice as much.
 const FIRST_WINDOW_BYTES: u64 = 8 << 20;
+const GIGABIT_BYTES_PER_SECOND: u64 = 125_000_000;
 /// Round trips without growth by a quarter after which the rate is believed.
 const FLAT_ROUNDS: u32 = 3;
 
@@ -135,9 +137,19 @@ impl Meter {
             (Some((_, rate)), Some((_, delay))) => {
                 over(*rate, delay + SLACK).saturating_mul(2).clamp(LEAST_WINDOW_BYTES, MOST_WINDOW_BYTES)
             }
-            _ => FIRST_WINDOW_BYTES,
+            _ => 0,
         };
-        if self.startup.over { measured } else { measured.max(FIRST_WINDOW_BYTES) }
+        if self.startup.over { measured } else { measured.max(self.first_window_bytes()) }
+    }
+
+    fn first_window_bytes(&self) -> u64 {
+        let gigabit = self.least_round_trip().map_or(0, |took| over(GIGABIT_BYTES_PER_SECOND, took * 2));
+        gigabit.clamp(FIRST_WINDOW_BYTES, 2 * FIRST_WINDOW_BYTES)
+    }
+
+    /// The rate has stopped growing.
+    pub(super) fn is_settled(&self) -> bool {
+        self.startup.over
     }
 }
 
@@ -241,7 +253,7 @@ mod tests {
             let mut meter = Meter::default();
             meter.round_trip(Duration::ZERO, delay * MS);
             assert_eq!(meter.bandwidth_delay_bytes(), None);
-            assert_eq!(meter.window_bytes(), FIRST_WINDOW_BYTES);
+            assert!((FIRST_WINDOW_BYTES..=2 * FIRST_WINDOW_BYTES).contains(&meter.window_bytes()));
             flow(&mut meter, Duration::ZERO, rate, 5);
             let bdp = meter.bandwidth_delay_bytes().unwrap();
             assert!(near(bdp, rate * u64::from(delay) / 1000), "{rate} {delay}: {bdp}");

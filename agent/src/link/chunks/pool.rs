@@ -64,7 +64,7 @@ pub(super) async fn drive(
             pool.hear(event);
         }
         pool.desk.deal(now());
-        if pool.desk.wants_lane(now()) {
+        if pool.desk.wants_lane() {
             pool.add_lane();
         }
         pool.send();

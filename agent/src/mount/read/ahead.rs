@@ -2,9 +2,10 @@
 //!
 //! Streams are found per inode (two programs that read one file help each other) and by byte
 //! ranges (a chunk is read in eight pieces of 128 KiB or in one). A stream is proven by two
-//! contiguous reads; its window starts at two chunks and doubles each time the reader has
-//! crossed it. Two reads in a row that belong to no stream halve the windows of that file. A stream
-//! may also be expected, from what the file is: it has the whole window until it is disproved.
+//! contiguous reads, or by a large one of a large file's beginning; its window starts at two chunks
+//! and grows each time the reader has crossed it. Two reads in a row that belong to no stream halve
+//! the windows of that file. A stream may also be expected, from what the file is: it has the whole
+//! window until it is disproved.
 //!
 //! Invariant: reads that touch nothing contiguous cause no read-ahead at all, so random access
 //! fetches the chunks that it asks for and no others. Nothing is ever cancelled: a reader that
@@ -24,8 +25,13 @@ const MAX_FILES: usize = 4096;
 const RECENT_READS: usize = 64;
 const FIRST_WINDOW_CHUNKS: u64 = 2;
 /// The same for a file so large that its first two reads are worth more trust.
-const FIRST_WINDOW_LARGE_CHUNKS: u64 = 4;
+const FIRST_WINDOW_LARGE_CHUNKS: u64 = 16;
 const LARGE_FILE_BYTES: u64 = 64 << 20;
+/// Who read so far in order will go on: the window grows to what the link needs at once.
+const TRUSTED_CHUNKS: u64 = 8;
+/// Who asks for so much of a file's beginning copies it; who looks at its head asks for less (the
+/// kernel makes 16 KiB of a read of 4).
+const COPY_READ_BYTES: u64 = 128 << 10;
 const MIN_WINDOW_BYTES: u64 = 2 << 20;
 /// Six times 1 Gbit/s at 80 ms.
 const MAX_WINDOW_BYTES: u64 = 64 << 20;
@@ -102,10 +108,18 @@ impl ReadAhead {
         let cap_chunks = self.window_cap(bandwidth_delay_bytes);
         let file = self.files.entry(inode).or_default();
         file.used_at = self.reads;
-        let Some(index) = file.find(offset, end) else {
-            self.streams_seen += 1;
-            file.stray(Stream::new(self.streams_seen, offset, end, self.reads));
-            return Step::default();
+        let begins_a_copy = offset == 0 && len >= COPY_READ_BYTES && file_bytes >= LARGE_FILE_BYTES;
+        let index = match file.find(offset, end) {
+            Some(index) => index,
+            None => {
+                self.streams_seen += 1;
+                let stream = Stream::new(self.streams_seen, offset, end, self.reads);
+                if !begins_a_copy {
+                    file.stray(stream);
+                    return Step::default();
+                }
+                file.open(stream)
+            }
         };
         file.strays = 0;
         let stream = &mut file.streams[index];
@@ -193,12 +207,18 @@ impl FileStreams {
                 }
             }
         }
+        self.open(stream);
+    }
+
+    /// Where it is now.
+    fn open(&mut self, stream: Stream) -> usize {
         if self.streams.len() >= MAX_STREAMS
             && let Some(oldest) = (0..self.streams.len()).min_by_key(|&at| self.streams[at].used_at)
         {
             self.streams.swap_remove(oldest);
         }
         self.streams.push(stream);
+        self.streams.len() - 1
     }
 }
 
@@ -231,7 +251,8 @@ impl Stream {
                 if file_bytes < LARGE_FILE_BYTES { FIRST_WINDOW_CHUNKS } else { FIRST_WINDOW_LARGE_CHUNKS };
             self.widen_at = self.next + self.window_chunks * CHUNK_BYTES_U64;
         } else if self.next >= self.widen_at {
-            self.window_chunks *= 2;
+            let times = if self.window_chunks < TRUSTED_CHUNKS { 2 } else { 4 };
+            self.window_chunks = (self.window_chunks * times).min(cap_chunks.max(FIRST_WINDOW_CHUNKS));
             self.widen_at = self.next + self.window_chunks * CHUNK_BYTES_U64;
             self.only_expected = false;
         }
@@ -305,6 +326,16 @@ mod tests {
             let (missed, furthest) = sequential(piece, 300 * MIB + 5, None);
             assert!(missed <= 2, "{piece}: {missed} chunks were not read ahead");
             assert_eq!(furthest, 16, "{piece}");
+        }
+    }
+
+    #[test]
+    fn a_large_read_of_the_beginning_of_a_large_file_is_enough() {
+        let mut ahead = ReadAhead::default();
+        let step = ahead.on_read(read(0, 128 << 10, 64 * MIB), None);
+        assert_eq!((step.ask, step.sequential), (1..17, true));
+        for (len, file) in [(16 << 10, 64 * MIB), (128 << 10, 63 * MIB)] {
+            assert_eq!(ReadAhead::default().on_read(read(0, len, file), None), Step::default());
         }
     }
 
@@ -384,7 +415,7 @@ mod tests {
 
     /// Chunks asked for by what is expected after a first read of the file's head.
     fn expected(ahead: &mut ReadAhead, file: u64) -> Range<u64> {
-        assert_eq!(ahead.on_read(read(0, 128 << 10, file), None), Step::default());
+        assert_eq!(ahead.on_read(read(0, 16 << 10, file), None), Step::default());
         ahead.expect(Inode(7), file, None)
     }
 
@@ -394,7 +425,7 @@ mod tests {
         let mut asked = BTreeSet::from_iter(expected(&mut ahead, file));
         assert_eq!(asked, (1..17).collect());
         assert_eq!(ahead.expect(Inode(7), file, None), 0..0, "once");
-        for offset in (128 << 10..file).step_by(128 << 10) {
+        for offset in (16 << 10..file).step_by(128 << 10) {
             assert!(offset < MIB || asked.contains(&(offset / MIB)), "{offset} was not read ahead");
             for index in ahead.on_read(read(offset, 128 << 10, file), None).ask {
                 assert!(asked.insert(index), "chunk {index} was asked for twice");

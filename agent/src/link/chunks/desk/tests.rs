@@ -34,6 +34,7 @@ impl Rig {
         for lane in 0..lanes {
             assert_eq!(rig.desk.add_lane(), lane);
             rig.desk.opened(lane, rig.now);
+            rig.desk.answered(lane, rig.now);
         }
         rig.desk.round_trip(rig.now, 40 * MS);
         rig
@@ -140,6 +141,30 @@ fn a_lane_that_became_slow_is_given_less() {
     }
     assert!(rig.streams[1].len() < rig.streams[0].len(), "{:?}", rig.streams);
     assert!(counts[0] > 5 * counts[1], "{counts:?}");
+}
+
+/// A reader in order would wait for it while what the others brought lies there.
+#[test]
+fn a_new_lane_begins_with_what_is_wanted_last_and_only_when_home_took_it() {
+    let mut rig = Rig::new(2);
+    for number in 0..60 {
+        rig.ask(number, Priority::ReadAhead);
+    }
+    rig.deal();
+    for _ in 0..10 {
+        rig.answer(0, 4 * MS);
+        rig.answer(1, 4 * MS);
+    }
+    assert_eq!(rig.desk.add_lane(), 2);
+    rig.streams.push(Vec::new());
+    rig.credit.push(0);
+    rig.desk.opened(2, rig.now);
+    rig.deal();
+    assert_eq!(rig.streams[2], []);
+    rig.desk.answered(2, rig.now);
+    rig.deal();
+    let Some(What::SetChunk(chunk)) = &rig.streams[2][0].what else { panic!("{:?}", rig.streams[2]) };
+    assert_eq!((chunk.index, rig.streams[2].len()), (59, 1));
 }
 
 #[test]
