@@ -43,7 +43,7 @@ fn ask(index: u64, priority: &watch::Sender<Priority>) -> Ask {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn many_chunks_arrive_over_one_stream() {
+async fn many_chunks_arrive_over_few_streams() {
     let state = home(24, &[]);
     let (channels, _server) = start(Arc::clone(&state), 0).await;
     let link = GrpcChunks::new(Arc::new(channels), ChunkPatience::default(), CancellationToken::new());
@@ -52,7 +52,8 @@ async fn many_chunks_arrive_over_one_stream() {
     for (index, answer) in (0..).zip(all) {
         assert_eq!(answer.unwrap(), bytes_of(index));
     }
-    assert_eq!(*state.streams.lock().unwrap(), 1);
+    let streams = *state.streams.lock().unwrap();
+    assert!((1..=4).contains(&streams), "{streams} streams");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -65,12 +66,13 @@ async fn cuts_refusals_and_silence_only_cost_time() {
     for (index, answer) in (0..).zip(all) {
         assert_eq!(answer.unwrap(), bytes_of(index));
     }
-    assert_eq!(*state.streams.lock().unwrap(), 5);
+    let streams = *state.streams.lock().unwrap();
+    assert!(streams >= 4, "{streams} streams, so that nothing went wrong");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_home_refuses_is_said_and_too_many_bytes_are_not_kept() {
-    let state = home(3, &[Mood::TooMuch]);
+    let state = home(3, &[Mood::TooMuch; 8]);
     let changed = (v1::fetch_failure::Kind::SourceChanged, "mtime differs".to_owned());
     state.failures.lock().unwrap().insert((3, 7, 1), changed);
     let (channels, _server) = start(Arc::clone(&state), 0).await;
@@ -84,7 +86,7 @@ async fn what_home_refuses_is_said_and_too_many_bytes_are_not_kept() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_raise_is_said_and_a_drop_cancels() {
-    let state = home(3, &[Mood::Mute]);
+    let state = home(3, &[Mood::Mute; 8]);
     let (channels, _server) = start(Arc::clone(&state), 0).await;
     let stop = CancellationToken::new();
     let link = GrpcChunks::new(Arc::new(channels), ChunkPatience::default(), stop.clone());
