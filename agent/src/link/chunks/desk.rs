@@ -290,7 +290,7 @@ impl Desk {
     }
 
     fn lanes_in_use(&self) -> usize {
-        let lanes = self.meter.window_bytes().div_ceil(LANE_BYTES);
+        let lanes = self.meter.hoped_bytes().div_ceil(LANE_BYTES);
         usize::try_from(lanes).unwrap_or(MAX_LANES).clamp(1, MAX_LANES)
     }
 

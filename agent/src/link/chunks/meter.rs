@@ -27,10 +27,15 @@ const FAR: Duration = Duration::from_millis(1);
 const FAST_BYTES_PER_SECOND: u64 = 250_000_000;
 /// 10 Gbit/s at 25 ms.
 const MOST_WINDOW_BYTES: u64 = 64 << 20;
-/// While nothing is known: what 1 Gbit/s needs, but no less than this, which is two seconds of a slow
-/// DSL line, and no more than twice as much.
-const FIRST_WINDOW_BYTES: u64 = 8 << 20;
-const GIGABIT_BYTES_PER_SECOND: u64 = 125_000_000;
+/// Before anything came: TCP begins with a fraction of it.
+const FIRST_WINDOW_BYTES: u64 = 128 << 10;
+/// Of one and a half round trips: TCP may send twice as much in each as in the one before.
+const STARTUP_GAIN: u64 = 2;
+/// A round trip is looked for in at least this time.
+const LEAST_ROUND: Duration = Duration::from_millis(10);
+/// 1 Gbit/s: what lanes are made for before the link is known.
+const HOPED_BYTES_PER_SECOND: u64 = 125_000_000;
+const LEAST_HOPED_BYTES: u64 = 8 << 20;
 /// Round trips without growth by a quarter after which the rate is believed.
 const FLAT_ROUNDS: u32 = 3;
 
@@ -131,7 +136,8 @@ impl Meter {
         Some(over(*rate, self.least_round_trip()?))
     }
 
-    /// How much should be on its way: twice what fills it.
+    /// How much should be on its way: twice what fills it, or, until that is known, what TCP may send
+    /// next.
     pub(super) fn window_bytes(&self) -> u64 {
         let measured = match (self.rates.front(), self.round_trip) {
             (Some((_, rate)), Some((_, delay))) => {
@@ -139,12 +145,24 @@ impl Meter {
             }
             _ => 0,
         };
-        if self.startup.over { measured } else { measured.max(self.first_window_bytes()) }
+        if self.startup.over { measured } else { measured.max(self.startup_window_bytes()) }
     }
 
-    fn first_window_bytes(&self) -> u64 {
-        let gigabit = self.least_round_trip().map_or(0, |took| over(GIGABIT_BYTES_PER_SECOND, took * 2));
-        gigabit.clamp(FIRST_WINDOW_BYTES, 2 * FIRST_WINDOW_BYTES)
+    fn startup_window_bytes(&self) -> u64 {
+        let round = (self.least_round_trip().unwrap_or_default() * 3 / 2).max(LEAST_ROUND);
+        let last = self.marks.back().map_or(Duration::ZERO, |&(at, _)| at);
+        let before = self.marks.iter().rev().take_while(|(at, _)| last.saturating_sub(*at) <= round).last();
+        let arrived = before.map_or(0, |&(_, before)| self.received_bytes - before);
+        (FIRST_WINDOW_BYTES + arrived.saturating_mul(STARTUP_GAIN)).min(MOST_WINDOW_BYTES)
+    }
+
+    /// What may be on its way at most as far as is known: as much as 1 Gbit/s needs, while nothing is.
+    pub(super) fn hoped_bytes(&self) -> u64 {
+        if self.startup.over {
+            return self.window_bytes();
+        }
+        let round_trip = self.least_round_trip().unwrap_or_default();
+        over(HOPED_BYTES_PER_SECOND, round_trip * 2).clamp(LEAST_HOPED_BYTES, 2 * LEAST_HOPED_BYTES)
     }
 
     /// The rate has stopped growing.
@@ -253,7 +271,7 @@ mod tests {
             let mut meter = Meter::default();
             meter.round_trip(Duration::ZERO, delay * MS);
             assert_eq!(meter.bandwidth_delay_bytes(), None);
-            assert!((FIRST_WINDOW_BYTES..=2 * FIRST_WINDOW_BYTES).contains(&meter.window_bytes()));
+            assert_eq!(meter.window_bytes(), FIRST_WINDOW_BYTES);
             flow(&mut meter, Duration::ZERO, rate, 5);
             let bdp = meter.bandwidth_delay_bytes().unwrap();
             assert!(near(bdp, rate * u64::from(delay) / 1000), "{rate} {delay}: {bdp}");
@@ -307,8 +325,23 @@ mod tests {
                 meter.received(now, bytes / 8, 4 << 20);
                 assert!(meter.window_bytes() >= FIRST_WINDOW_BYTES);
             }
+            assert!(meter.window_bytes() >= 2 * bytes, "TCP would send {} next", 2 * bytes);
         }
         assert_eq!(meter.bandwidth_delay_bytes(), None);
+    }
+
+    /// A reader who comes meanwhile would stand behind all of it.
+    #[test]
+    fn a_slow_link_that_is_not_known_yet_is_not_flooded() {
+        let mut meter = Meter::default();
+        meter.round_trip(Duration::ZERO, 30 * MS);
+        let mut now = Duration::ZERO;
+        while !meter.is_settled() {
+            now += 8 * MS;
+            meter.received(now, 30_000, 16 << 20);
+            assert!(meter.window_bytes() <= 512 << 10, "{}", meter.window_bytes());
+        }
+        assert!(now < Duration::from_secs(3));
     }
 
     #[test]
