@@ -202,9 +202,12 @@ impl Desk {
             }
         }
         self.help_the_slow(now);
-        let window = self.lane_window();
-        for lane in self.lanes.iter_mut().filter(|lane| lane.up && !lane.by_id.is_empty()) {
-            lane.give_credit(window);
+        let (window, in_use) = (self.lane_window(), self.lanes_in_use());
+        for (number, lane) in self.lanes.iter_mut().enumerate() {
+            if lane.up && !lane.by_id.is_empty() {
+                // One too many, of a time when the link seemed to hold more, only ends what it has.
+                lane.give_credit(if number < in_use { window } else { LEAST_CREDIT_BYTES });
+            }
         }
     }
 
