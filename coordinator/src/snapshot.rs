@@ -16,6 +16,7 @@ mod own;
 mod read;
 mod sources;
 mod store;
+mod threads;
 mod traces;
 mod walk;
 
@@ -23,7 +24,7 @@ use std::collections::{HashMap, HashSet};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use limb_common::class::DataClass;
 use limb_common::id::Digest;
@@ -192,9 +193,6 @@ struct Inner {
     index: Arc<Mutex<index::Index>>,
     traces: Traces,
     loaded: Mutex<HashMap<Digest, Weak<LoadedSnapshot>>>,
-    /// Held for reading while a snapshot is made, so that a collection cannot take what it has
-    /// just put into the store.
-    collecting: RwLock<()>,
 }
 
 impl Snapshots {
@@ -208,9 +206,8 @@ impl Snapshots {
         let store = Store::open(&state_dir.join("store"))?;
         let index = Arc::new(Mutex::new(index::Index::open(&dir.join("index.db"))?));
         let traces = Traces::open(state_dir, traces::known(ids_in(&dir)?))?;
-        let (loaded, collecting) = (Mutex::default(), RwLock::default());
         let state_dir = state_dir.to_owned();
-        Ok(Self { inner: Arc::new(Inner { state_dir, dir, store, index, traces, loaded, collecting }) })
+        Ok(Self { inner: Arc::new(Inner { state_dir, dir, store, index, traces, loaded: Mutex::default() }) })
     }
 
     /// What jobs touched of these snapshots.
@@ -258,7 +255,7 @@ impl Snapshots {
         progress: &(dyn Fn(Progress) + Sync),
         cancelled: &AtomicBool,
     ) -> Result<Snapshot, SnapshotError> {
-        let _making = self.inner.collecting.read().unwrap_or_else(PoisonError::into_inner);
+        let _held = self.inner.store.share()?;
         let own = own::Own::of(&self.inner.state_dir);
         let walked = walk::walk(&request.source, request.links, &own, &walk::Watch { cancelled, progress })?;
         let class = request.class.max(walked.label.unwrap_or(request.class));
@@ -290,7 +287,7 @@ impl Snapshots {
     /// # Errors
     /// [`SnapshotError::Store`].
     pub fn register(&self, registration: Registration) -> Result<Snapshot, SnapshotError> {
-        let _making = self.inner.collecting.read().unwrap_or_else(PoisonError::into_inner);
+        let _held = self.inner.store.share()?;
         let Registration { source, class, manifest, files } = registration;
         let mut sources = vec![Source::Nothing; usize::try_from(manifest.inode_count()).unwrap_or(0)];
         let count = files.len() as u64;
@@ -396,7 +393,7 @@ impl Snapshots {
     /// # Errors
     /// [`SnapshotError`]; a damaged table stops it, since what it refers to is not known.
     pub fn collect(&self, keep: &HashSet<Digest>) -> Result<(u64, u64), SnapshotError> {
-        let _alone = self.inner.collecting.write().unwrap_or_else(PoisonError::into_inner);
+        let _alone = self.inner.store.alone()?;
         let (mut used, mut gone) = (HashSet::new(), Vec::new());
         for id in self.ids()? {
             if keep.contains(&id) {

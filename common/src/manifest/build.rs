@@ -55,21 +55,88 @@ pub struct Draft(usize);
 struct DraftNode {
     node: NewNode,
     meta: NodeMeta,
-    children: BTreeMap<Vec<u8>, Draft>,
+    /// Of a directory only: nearly all nodes are files.
+    children: Option<Box<Children>>,
     links: u32,
+}
+
+/// The names of one directory. A walk gives them in order, and then they are only appended.
+#[derive(Debug)]
+enum Children {
+    InOrder(Vec<(Name, Draft)>),
+    InAnyOrder(BTreeMap<Vec<u8>, Draft>),
+}
+
+/// A name's place among all names.
+#[derive(Clone, Copy, Debug)]
+struct Name {
+    at: usize,
+    len: usize,
 }
 
 /// Collects nodes, then writes them in canonical order.
 #[derive(Debug)]
 pub struct ManifestBuilder {
     nodes: Vec<DraftNode>,
+    names: Vec<u8>,
+}
+
+impl Name {
+    fn of(self, names: &[u8]) -> &[u8] {
+        &names[self.at..self.at + self.len]
+    }
+
+    fn put(names: &mut Vec<u8>, name: &[u8]) -> Self {
+        let at = names.len();
+        names.extend_from_slice(name);
+        Self { at, len: name.len() }
+    }
+}
+
+impl Children {
+    /// `false`: the name is there.
+    fn add(&mut self, names: &mut Vec<u8>, name: &[u8], child: Draft) -> bool {
+        if let Self::InOrder(all) = self {
+            if all.last().is_none_or(|(last, _)| last.of(names) < name) {
+                all.push((Name::put(names, name), child));
+                return true;
+            }
+            *self = Self::InAnyOrder(all.iter().map(|&(name, child)| (name.of(names).to_vec(), child)).collect());
+        }
+        let Self::InAnyOrder(all) = self else { return false };
+        if all.contains_key(name) {
+            return false;
+        }
+        all.insert(name.to_vec(), child);
+        true
+    }
+
+    fn in_order(&mut self, names: &mut Vec<u8>) {
+        if let Self::InAnyOrder(all) = self {
+            *self = Self::InOrder(all.iter().map(|(name, &child)| (Name::put(names, name), child)).collect());
+        }
+    }
+}
+
+impl DraftNode {
+    fn new(node: NewNode, meta: NodeMeta, links: u32) -> Self {
+        let children = (node == NewNode::Directory).then(|| Box::new(Children::InOrder(Vec::new())));
+        Self { node, meta, children, links }
+    }
+
+    /// In order of name, once they have been put into order.
+    fn children(&self) -> &[(Name, Draft)] {
+        match self.children.as_deref() {
+            Some(Children::InOrder(all)) => all,
+            Some(Children::InAnyOrder(_)) | None => &[],
+        }
+    }
 }
 
 impl ManifestBuilder {
     #[must_use]
     pub fn new(root: NodeMeta) -> Self {
-        let node = DraftNode { node: NewNode::Directory, meta: root, children: BTreeMap::new(), links: 1 };
-        Self { nodes: vec![node] }
+        Self { nodes: vec![DraftNode::new(NewNode::Directory, root, 1)], names: Vec::new() }
     }
 
     /// The root directory.
@@ -99,7 +166,7 @@ impl ManifestBuilder {
             });
         }
         let draft = Draft(self.nodes.len());
-        self.nodes.push(DraftNode { node, meta, children: BTreeMap::new(), links: 0 });
+        self.nodes.push(DraftNode::new(node, meta, 0));
         self.link(parent, name, draft).inspect_err(|_| {
             self.nodes.pop();
         })?;
@@ -120,21 +187,22 @@ impl ManifestBuilder {
         if !legal {
             return Err(BuildError::BadName(name.to_vec()));
         }
-        let directory = &mut self.nodes[parent.0];
-        if directory.node != NewNode::Directory {
+        let Some(children) = self.nodes[parent.0].children.as_deref_mut() else {
             return Err(BuildError::NotADirectory);
-        }
-        if directory.children.contains_key(name) {
+        };
+        if !children.add(&mut self.names, name, target) {
             return Err(BuildError::Duplicate(name.to_vec()));
         }
-        directory.children.insert(name.to_vec(), target);
         self.nodes[target.0].links += 1;
         Ok(())
     }
 
     /// Writes the canonical bytes. [`NodeOrder`] tells which inode each draft became.
     #[must_use]
-    pub fn finish(self) -> (Vec<u8>, NodeOrder) {
+    pub fn finish(mut self) -> (Vec<u8>, NodeOrder) {
+        for children in self.nodes.iter_mut().filter_map(|node| node.children.as_deref_mut()) {
+            children.in_order(&mut self.names);
+        }
         let order = self.number();
         let mut inodes = Vec::with_capacity(order.drafts.len() * INODE_BYTES);
         let (mut entries, mut values, mut blob) = (Vec::new(), Vec::new(), Vec::new());
@@ -144,22 +212,23 @@ impl ManifestBuilder {
             let (kind, nlink, size, first) = match &node.node {
                 NewNode::Directory => {
                     let first = (entries.len() / ENTRY_BYTES) as u64;
-                    for (name, child) in &node.children {
+                    for &(name, child) in node.children() {
+                        let name = name.of(&self.names);
                         entries.extend_from_slice(&(blob.len() as u64).to_le_bytes());
                         entries.extend_from_slice(&len_u32(name).to_le_bytes());
                         entries.extend_from_slice(&[0; 4]);
-                        entries.extend_from_slice(&order.inode(*child).0.to_le_bytes());
+                        entries.extend_from_slice(&order.inode(child).0.to_le_bytes());
                         blob.extend_from_slice(name);
                     }
                     let subdirectories = node
-                        .children
-                        .values()
-                        .filter(|child| self.nodes[child.0].node == NewNode::Directory)
+                        .children()
+                        .iter()
+                        .filter(|(_, child)| self.nodes[child.0].node == NewNode::Directory)
                         .count();
                     (
                         0o04_u32,
                         2 + u32::try_from(subdirectories).unwrap_or(u32::MAX - 2),
-                        node.children.len() as u64,
+                        node.children().len() as u64,
                         first,
                     )
                 }
@@ -238,7 +307,7 @@ impl ManifestBuilder {
             order.parents.push(parent);
             let inode = Inode(order.drafts.len() as u64);
             order.inodes[draft.0] = inode;
-            stack.extend(self.nodes[draft.0].children.values().rev().map(|&child| (child, inode)));
+            stack.extend(self.nodes[draft.0].children().iter().rev().map(|&(_, child)| (child, inode)));
         }
         order
     }

@@ -3,9 +3,9 @@
 //!
 //! A file is read between two looks at its identity; one that changed meanwhile is read again.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::{File, Metadata};
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -16,14 +16,14 @@ use limb_common::chunk::{
 };
 use limb_common::clock::{BootInstant, boottime, unix_ms};
 use limb_common::id::Digest;
-use limb_common::manifest::{Draft, Manifest, ManifestBuilder, NewNode};
-use nix::fcntl::OFlag;
+use limb_common::manifest::{Draft, Manifest, ManifestBuilder, NewNode, NodeMeta};
 use nix::unistd::{Whence, lseek};
 
-use super::index::{Index, Known, is_racy};
+use super::index::{Index, Known, KnownRef, is_racy, order};
 use super::sources::{FileIdentity, Source};
-use super::store::{Pending, Store, Temporary};
-use super::walk::{FoundFile, FoundKind, Walked, Xattrs, open_path, xattrs_of};
+use super::store::{Filler, Packer, Pending, Place, Store, Temporary};
+use super::threads::{cores, on_threads};
+use super::walk::{FoundFile, FoundKind, Walked, Xattrs, xattrs_of};
 use super::{COPY_BYTES, Progress, SnapshotError, lock};
 
 /// Times a file that changes is read before its owner is told.
@@ -33,8 +33,10 @@ const SPLIT_BYTES: u64 = 16 << 20;
 /// Holes of a file changed more recently are read all the same: file systems have reported data
 /// that was not yet allocated on disk as holes (ZFS until 2.2.2).
 const TRUST_HOLES_AFTER_NS: i64 = 10_000_000_000;
-/// Files looked up in the index at once.
-const LOOKUPS: usize = 256;
+/// Files that one thread takes at once, to look them up or to read them.
+const BATCH: usize = 256;
+/// From so many files on to copy they are put into packs, fewer into files of their own.
+const PACK_FROM: usize = 64;
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 
 pub(super) struct Setting<'a> {
@@ -51,17 +53,30 @@ struct Frozen {
     xattrs: Xattrs,
     chunks: Vec<Option<Digest>>,
     /// The whole's hash, when the store has it.
-    content: Option<Digest>,
+    content: Option<(Digest, Place)>,
+    /// The index does not know it like this, and may.
+    learn: bool,
 }
 
 struct Freezer<'a> {
+    walked: &'a Walked,
     setting: &'a Setting<'a>,
     meter: Meter<'a>,
+    /// Packs that were there when this began.
+    packs: HashSet<u64>,
     pending: Mutex<Vec<Pending>>,
     pending_contents: Mutex<HashSet<Digest>>,
-    learnt: Mutex<Vec<(FileIdentity, Known)>>,
     /// Devices where a reflink clone was refused.
     no_clones: Mutex<HashSet<u64>>,
+    failed: AtomicBool,
+}
+
+/// What one thread keeps from file to file.
+#[derive(Default)]
+struct Hands<'a> {
+    buffer: Vec<u8>,
+    directory: Option<(usize, OwnedFd)>,
+    filler: Option<Filler<'a>>,
 }
 
 /// Reads all files and writes the manifest. The sources are in order of inode.
@@ -71,51 +86,69 @@ pub(super) fn freeze(
     progress: &(dyn Fn(Progress) + Sync),
 ) -> Result<(Manifest, Vec<Source>), SnapshotError> {
     let freezer = Freezer {
+        walked,
         setting,
         meter: Meter::new(walked, progress),
+        packs: setting.store.packs()?,
         pending: Mutex::default(),
         pending_contents: Mutex::default(),
-        learnt: Mutex::default(),
         no_clones: Mutex::default(),
+        failed: AtomicBool::new(false),
     };
-    let frozen = freezer.all(&walked.files)?;
+    let frozen = freezer.all()?;
     setting.store.commit(std::mem::take(&mut *lock(&freezer.pending)))?;
-    // Only now: what the index says of the store must be true after a crash too.
-    lock(setting.index).put(&lock(&freezer.learnt))?;
+    let (learnt, made) = std::thread::scope(|scope| {
+        // Only now: what the index says of the store must be true after a crash too.
+        let learning = scope.spawn(|| learn(setting.index, &frozen));
+        let made = assemble(walked, &frozen);
+        (learning.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), made)
+    });
+    learnt?;
     freezer.meter.show(true);
-    assemble(walked, &frozen)
+    made
+}
+
+fn learn(index: &Mutex<Index>, frozen: &[Frozen]) -> Result<(), SnapshotError> {
+    let mut learnt: Vec<&Frozen> = frozen.iter().filter(|frozen| frozen.learn).collect();
+    learnt.sort_unstable_by_key(|frozen| order(&frozen.identity));
+    let rows = learnt.into_iter().map(|Frozen { identity, xattrs, chunks, content, .. }| {
+        (*identity, KnownRef { chunks, content: *content, xattrs })
+    });
+    Ok(lock(index).put(rows)?)
 }
 
 fn assemble(walked: &Walked, frozen: &[Frozen]) -> Result<(Manifest, Vec<Source>), SnapshotError> {
-    let root = walked.nodes.first().map(|node| node.meta.clone()).unwrap_or_default();
+    let root = walked.directories.first().map(|root| root.meta.clone()).unwrap_or_default();
     let mut builder = ManifestBuilder::new(root);
-    let mut drafts: Vec<Draft> = vec![builder.root()];
+    let mut directories = vec![builder.root(); walked.directories.len()];
     let mut of_file: Vec<Option<Draft>> = vec![None; frozen.len()];
-    for node in walked.nodes.iter().skip(1) {
-        // A parent is always found before what is in it.
-        let parent = drafts[node.parent];
-        let mut meta = node.meta.clone();
-        let draft = match &node.kind {
-            FoundKind::Directory => builder.add(parent, &node.name, NewNode::Directory, meta)?,
-            FoundKind::Symlink(target) => {
-                builder.add(parent, &node.name, NewNode::Symlink { target: target.clone() }, meta)?
-            }
-            FoundKind::File(file) => {
-                if let Some(first) = of_file[*file] {
-                    builder.link(parent, &node.name, first)?;
-                    first
-                } else {
-                    let read = &frozen[*file];
-                    (meta.mode, meta.mtime_ns) = (read.mode, read.identity.mtime_ns);
-                    meta.xattrs.clone_from(&read.xattrs);
-                    let new = NewNode::File { size: read.identity.size, chunks: read.chunks.clone() };
-                    let draft = builder.add(parent, &node.name, new, meta)?;
-                    of_file[*file] = Some(draft);
-                    draft
+    for (number, directory) in walked.directories.iter().enumerate() {
+        // Its own draft is there: a directory is numbered when its parent is looked at.
+        let parent = directories[number];
+        for entry in &directory.entries {
+            let name = directory.name_of(entry);
+            match &entry.kind {
+                FoundKind::Directory(number) => {
+                    let meta = walked.directories[*number].meta.clone();
+                    directories[*number] = builder.add(parent, name, NewNode::Directory, meta)?;
+                }
+                FoundKind::Symlink { target, mtime_ns } => {
+                    let meta = NodeMeta { mode: 0o777, mtime_ns: *mtime_ns, xattrs: BTreeMap::new() };
+                    builder.add(parent, name, NewNode::Symlink { target: target.to_vec() }, meta)?;
+                }
+                FoundKind::File(file) => {
+                    if let Some(first) = of_file[*file] {
+                        builder.link(parent, name, first)?;
+                    } else {
+                        let Frozen { identity, mode, xattrs, chunks, .. } = &frozen[*file];
+                        let new = NewNode::File { size: identity.size, chunks: chunks.clone() };
+                        let meta =
+                            NodeMeta { mode: *mode, mtime_ns: identity.mtime_ns, xattrs: xattrs.clone() };
+                        of_file[*file] = Some(builder.add(parent, name, new, meta)?);
+                    }
                 }
             }
-        };
-        drafts.push(draft);
+        }
     }
     let (manifest, order) = builder.build();
     let mut sources = vec![Source::Nothing; usize::try_from(manifest.inode_count()).unwrap_or(0)];
@@ -125,91 +158,180 @@ fn assemble(walked: &Walked, frozen: &[Frozen]) -> Result<(Manifest, Vec<Source>
         let slot = usize::try_from(order.inode(draft).0 - 1).ok().and_then(|at| sources.get_mut(at));
         if let Some(slot) = slot {
             *slot = match read.content {
-                Some(content) => Source::Store(content),
-                None => Source::InPlace { path: walked.files[file].path.clone(), identity: read.identity },
+                Some((content, place)) => Source::Store(content, place),
+                None => {
+                    Source::InPlace { path: walked.path(&walked.files[file]), identity: read.identity }
+                }
             };
         }
     }
     Ok((manifest, sources))
 }
 
-impl Freezer<'_> {
-    fn all(&self, files: &[FoundFile]) -> Result<Vec<Frozen>, SnapshotError> {
-        let (large, small): (Vec<_>, Vec<_>) =
-            (0..files.len()).partition(|&at| files[at].identity.size >= SPLIT_BYTES);
-        let mut done: Vec<(usize, Frozen)> = Vec::with_capacity(files.len());
-        let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
-        let work = || -> Result<Vec<(usize, Frozen)>, SnapshotError> {
-            let mut mine = Vec::new();
-            loop {
-                let from = next.fetch_add(LOOKUPS, Ordering::Relaxed);
-                let Some(batch) = small.get(from..).filter(|rest| !rest.is_empty()) else { return Ok(mine) };
-                let batch = &batch[..batch.len().min(LOOKUPS)];
-                let known = lock(self.setting.index).find_all(batch.iter().map(|&at| files[at].identity))?;
-                for (&at, known) in batch.iter().zip(known) {
-                    if failed.load(Ordering::Relaxed) {
-                        return Ok(mine);
-                    }
-                    let read = self.file(&files[at], known, 1);
-                    mine.push((at, read.inspect_err(|_| failed.store(true, Ordering::Relaxed))?));
-                }
-            }
-        };
-        for part in on_threads(cores().min(small.len()), &work) {
-            done.extend(part?);
+impl<'a> Freezer<'a> {
+    fn all(&self) -> Result<Vec<Frozen>, SnapshotError> {
+        let mut frozen: Vec<Option<Frozen>> = Vec::new();
+        frozen.resize_with(self.walked.files.len(), || None);
+        for (at, found) in self.known()? {
+            frozen[at] = Some(found);
         }
-        for at in large {
-            let known = lock(self.setting.index).find(&files[at].identity)?;
-            done.push((at, self.file(&files[at], known, cores())?));
+        let unknown: Vec<usize> = (0..frozen.len()).filter(|&at| frozen[at].is_none()).collect();
+        for (at, read) in self.read_all(&unknown)? {
+            frozen[at] = Some(read);
         }
-        done.sort_by_key(|&(at, _)| at);
-        Ok(done.into_iter().map(|(_, frozen)| frozen).collect())
+        Ok(frozen.into_iter().flatten().collect())
     }
 
-    fn file(&self, found: &FoundFile, known: Option<Known>, threads: usize) -> Result<Frozen, SnapshotError> {
-        if let Some(frozen) = known.and_then(|known| self.unchanged(found, known)) {
-            self.meter.bytes(frozen.identity.size);
-            self.meter.file();
-            return Ok(frozen);
+    /// The files that are as the index knows them.
+    fn known(&self) -> Result<Vec<(usize, Frozen)>, SnapshotError> {
+        let files = &self.walked.files;
+        let mut sorted: Vec<usize> = (0..files.len()).collect();
+        sorted.sort_by_key(|&at| order(&files[at].identity));
+        let threads = if files.len() < BATCH { 1 } else { cores() };
+        let share = sorted.len().div_ceil(threads).max(1);
+        let next = AtomicUsize::new(0);
+        let work = || -> Result<Vec<(usize, Frozen)>, SnapshotError> {
+            let mine = sorted.chunks(share).nth(next.fetch_add(1, Ordering::Relaxed)).unwrap_or_default();
+            let wanted: Vec<_> = mine.iter().map(|&at| files[at].identity).collect();
+            let mut found = Vec::with_capacity(mine.len());
+            let tell = |at: usize, known| {
+                let at = mine[at];
+                found.extend(self.unchanged(&files[at], known).map(|frozen| (at, frozen)));
+            };
+            if threads == 1 {
+                lock(self.setting.index).find_sorted(&wanted, tell)?;
+            } else {
+                let reader = lock(self.setting.index).reader()?;
+                reader.find_sorted(&wanted, tell)?;
+            }
+            let bytes = found.iter().map(|(_, frozen)| frozen.identity.size).sum();
+            self.meter.add(found.len(), bytes);
+            Ok(found)
+        };
+        flat(on_threads(threads, &work))
+    }
+
+    fn read_all(&self, unknown: &[usize]) -> Result<Vec<(usize, Frozen)>, SnapshotError> {
+        let size = |at: usize| self.walked.files[at].identity.size;
+        let (large, small): (Vec<usize>, Vec<usize>) =
+            unknown.iter().partition(|&&at| size(at) >= SPLIT_BYTES);
+        let to_pack = small.iter().filter(|&&at| size(at) <= COPY_BYTES).count();
+        let packer = if to_pack >= PACK_FROM { Some(self.setting.store.packer(to_pack)?) } else { None };
+        let next = AtomicUsize::new(0);
+        let work = || -> Result<Vec<(usize, Frozen)>, SnapshotError> {
+            let mut done = Vec::new();
+            let mut hands =
+                Hands { filler: packer.as_ref().map(|packer| packer.filler()), ..Hands::default() };
+            loop {
+                let from = next.fetch_add(BATCH, Ordering::Relaxed);
+                let Some(batch) = small.get(from..).filter(|rest| !rest.is_empty()) else { break };
+                for &at in &batch[..batch.len().min(BATCH)] {
+                    if self.failed.load(Ordering::Relaxed) {
+                        return Ok(done);
+                    }
+                    let read = self.file(&self.walked.files[at], 1, &mut hands);
+                    done.push((at, read.inspect_err(|_| self.failed.store(true, Ordering::Relaxed))?));
+                }
+            }
+            hands.filler.map_or(Ok(()), Filler::finish)?;
+            Ok(done)
+        };
+        let threads = cores().min(small.len());
+        let mut done = flat(on_threads(threads, &work))?;
+        packer.map_or(Ok(()), Packer::finish)?;
+        for at in large {
+            let mut hands = Hands::default();
+            done.push((at, self.file(&self.walked.files[at], cores(), &mut hands)?));
         }
-        let path = &found.path;
+        Ok(done)
+    }
+
+    fn file(
+        &self,
+        found: &FoundFile,
+        threads: usize,
+        hands: &mut Hands<'_>,
+    ) -> Result<Frozen, SnapshotError> {
+        let unreadable = |source| SnapshotError::Unreadable { path: self.walked.path(found), source };
         for _ in 0..READS {
             if self.setting.cancelled.load(Ordering::Relaxed) {
                 return Err(SnapshotError::Cancelled);
             }
-            let unreadable = |source| SnapshotError::Unreadable { path: path.clone(), source };
-            let fd = open_path(path, OFlag::O_RDONLY | OFlag::O_NONBLOCK)
+            let fd = self
+                .walked
+                .open_file(found, &mut hands.directory)
                 .map_err(|errno| unreadable(errno.into()))?;
             let file = File::from(fd);
             let before = file.metadata().map_err(unreadable)?;
             if !before.is_file() {
-                return Err(SnapshotError::Changing { path: path.clone() });
+                return Err(SnapshotError::Changing { path: self.walked.path(found) });
             }
             let identity = FileIdentity::of(&before);
-            let frozen = self.read(&file, identity, &before, threads, found)?;
+            let frozen = match hands.filler.as_mut().filter(|_| identity.size <= COPY_BYTES) {
+                Some(filler) => self.read_small(&file, &before, &mut hands.buffer, filler, found)?,
+                None => self.read(&file, identity, &before, threads, found)?,
+            };
             let after = FileIdentity::of(&file.metadata().map_err(unreadable)?);
             let Some(frozen) = frozen.filter(|_| after == identity) else { continue };
-            self.meter.file();
+            self.meter.add(1, 0);
             return Ok(frozen);
         }
-        Err(SnapshotError::Changing { path: path.clone() })
+        Err(SnapshotError::Changing { path: self.walked.path(found) })
+    }
+
+    /// A file that goes into a pack. `None`: it changed while it was read.
+    fn read_small(
+        &self,
+        file: &File,
+        meta: &Metadata,
+        buffer: &mut Vec<u8>,
+        filler: &mut Filler<'_>,
+        found: &FoundFile,
+    ) -> Result<Option<Frozen>, SnapshotError> {
+        let (identity, read_at_ns) = (FileIdentity::of(meta), now_ns());
+        buffer.resize(usize::try_from(identity.size).unwrap_or(usize::MAX), 0);
+        match file.read_exact_at(buffer, 0) {
+            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
+            other => other.map_err(|source| SnapshotError::Unreadable {
+                path: self.walked.path(found),
+                source,
+            })?,
+        }
+        let content = Digest::of(buffer);
+        let chunk = (!is_zero(buffer)).then_some(content);
+        let chunks = if buffer.is_empty() { Vec::new() } else { vec![chunk] };
+        let place = filler.put(content, buffer)?;
+        self.meter.add(0, identity.size);
+        Ok(Some(Frozen {
+            identity,
+            mode: meta.mode() & 0o7777,
+            xattrs: xattrs_of(file),
+            chunks,
+            content: Some((content, place)),
+            learn: !is_racy(&identity, read_at_ns),
+        }))
     }
 
     fn must_copy(&self, size: u64) -> bool {
         self.setting.copy_all || size <= COPY_BYTES
     }
 
-    /// What was read of it earlier, if the walk found it as it was then.
+    /// What was read of it earlier, if what was copied of it is still there.
     fn unchanged(&self, found: &FoundFile, known: Known) -> Option<Frozen> {
-        if self.setting.cancelled.load(Ordering::Relaxed) {
-            return None;
-        }
         let FoundFile { identity, mode, .. } = *found;
-        let content = known.content.filter(|&content| self.setting.store.contains(content, identity.size));
-        if content.is_none() && self.must_copy(identity.size) {
+        let Known { chunks, content, xattrs } = known;
+        let there = content.and_then(|(content, place)| {
+            let as_it_was = match place {
+                Place::File => self.setting.store.contains(content, identity.size),
+                Place::Pack { pack, .. } => self.packs.contains(&pack),
+            };
+            let place = if as_it_was { Some(place) } else { self.setting.store.find(content, identity.size) };
+            place.map(|place| (content, place))
+        });
+        if there.is_none() && self.must_copy(identity.size) {
             return None;
         }
-        Some(Frozen { identity, mode, xattrs: known.xattrs, chunks: known.chunks, content })
+        Some(Frozen { identity, mode, xattrs, chunks, content: there, learn: there != content })
     }
 
     /// `None`: it changed while it was read.
@@ -221,7 +343,7 @@ impl Freezer<'_> {
         threads: usize,
         found: &FoundFile,
     ) -> Result<Option<Frozen>, SnapshotError> {
-        let read_at_ns = i64::try_from(unix_ms()).unwrap_or(i64::MAX).saturating_mul(1_000_000);
+        let read_at_ns = now_ns();
         let one_chunk = identity.size <= CHUNK_BYTES_U64;
         let copy = self.must_copy(identity.size);
         // A file of one chunk is hashed before it is copied, since mostly it is there already.
@@ -247,7 +369,7 @@ impl Freezer<'_> {
                 Ok(Some(part)) => parts.extend(part),
                 Ok(None) => return Ok(None),
                 Err(PassError::Read(source)) => {
-                    return Err(SnapshotError::Unreadable { path: found.path.clone(), source });
+                    return Err(SnapshotError::Unreadable { path: self.walked.path(found), source });
                 }
                 Err(PassError::Write(error)) => return Err(error),
                 Err(PassError::Cancelled) => return Err(SnapshotError::Cancelled),
@@ -258,15 +380,20 @@ impl Freezer<'_> {
         let bytes = parts.first_mut().map(|part| std::mem::take(&mut part.bytes)).unwrap_or_default();
         let chunks: Vec<_> =
             parts.iter().map(|part| (!part.is_zero).then_some(part.value).flatten()).collect();
-        if let Some(content) = content {
-            self.store(content, identity.size, target.or(clone), &bytes)?;
-        }
-        let xattrs = xattrs_of(file);
-        if !is_racy(&identity, read_at_ns) {
-            let known = Known { chunks: chunks.clone(), content, xattrs: xattrs.clone() };
-            lock(&self.learnt).push((identity, known));
-        }
-        Ok(Some(Frozen { identity, mode: meta.mode() & 0o7777, xattrs, chunks, content }))
+        let content = match content {
+            Some(content) => {
+                Some((content, self.store(content, identity.size, target.or(clone), &bytes)?))
+            }
+            None => None,
+        };
+        Ok(Some(Frozen {
+            identity,
+            mode: meta.mode() & 0o7777,
+            xattrs: xattrs_of(file),
+            chunks,
+            content,
+            learn: !is_racy(&identity, read_at_ns),
+        }))
     }
 
     fn store(
@@ -275,9 +402,12 @@ impl Freezer<'_> {
         size: u64,
         written: Option<Temporary>,
         bytes: &[u8],
-    ) -> Result<(), SnapshotError> {
-        if self.setting.store.contains(content, size) || !lock(&self.pending_contents).insert(content) {
-            return Ok(());
+    ) -> Result<Place, SnapshotError> {
+        if let Some(place) = self.setting.store.find(content, size) {
+            return Ok(place);
+        }
+        if !lock(&self.pending_contents).insert(content) {
+            return Ok(Place::File);
         }
         let target = match written {
             Some(target) => target,
@@ -289,7 +419,7 @@ impl Freezer<'_> {
         };
         target.file.set_len(size).map_err(target.failed())?;
         lock(&self.pending).push(target.named(content));
-        Ok(())
+        Ok(Place::File)
     }
 
     /// A clone that shares the file's blocks and does not change with it; `None` where the file
@@ -368,7 +498,7 @@ impl Pass<'_> {
                     _ => Err(PassError::Read(error)),
                 };
             }
-            let is_zero = is_hole || buffer.iter().all(|&byte| byte == 0);
+            let is_zero = is_hole || is_zero(buffer);
             if let Some(to) = self.to
                 && !is_zero
             {
@@ -378,7 +508,7 @@ impl Pass<'_> {
                 (!is_zero || self.with_content).then(|| value_of(Position::of(self.size, index), buffer));
             let bytes = if self.keep_bytes { buffer.to_vec() } else { Vec::new() };
             parts.push(Part { index, value, is_zero, bytes });
-            self.freezer.meter.bytes(u64::from(len));
+            self.freezer.meter.add(0, u64::from(len));
         }
     }
 
@@ -401,22 +531,19 @@ fn content_of(parts: &[Part]) -> Option<Digest> {
     }
 }
 
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+fn flat<T>(parts: Vec<Result<Vec<T>, SnapshotError>>) -> Result<Vec<T>, SnapshotError> {
+    parts.into_iter().try_fold(Vec::new(), |mut all, part| {
+        all.append(&mut part?);
+        Ok(all)
+    })
 }
 
-/// Runs `work` on this many threads and gives back what each returned.
-fn on_threads<T: Send>(threads: usize, work: &(impl Fn() -> T + Sync)) -> Vec<T> {
-    if threads <= 1 {
-        return vec![work()];
-    }
-    std::thread::scope(|scope| {
-        let running: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        running
-            .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
-    })
+fn is_zero(bytes: &[u8]) -> bool {
+    bytes.iter().all(|&byte| byte == 0)
+}
+
+fn now_ns() -> i64 {
+    i64::try_from(unix_ms()).unwrap_or(i64::MAX).saturating_mul(1_000_000)
 }
 
 /// Counts, and says so at most ten times a second.
@@ -434,13 +561,9 @@ impl<'a> Meter<'a> {
         Self { files: AtomicU64::new(0), bytes: AtomicU64::new(0), total, shown: Mutex::default(), say }
     }
 
-    fn bytes(&self, bytes: u64) {
+    fn add(&self, files: usize, bytes: u64) {
+        self.files.fetch_add(files as u64, Ordering::Relaxed);
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.show(false);
-    }
-
-    fn file(&self) {
-        self.files.fetch_add(1, Ordering::Relaxed);
         self.show(false);
     }
 

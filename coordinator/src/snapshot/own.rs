@@ -43,9 +43,9 @@ impl Own {
 
     /// # Errors
     /// [`SnapshotError::Own`] where this is home's own.
-    pub(super) fn check(&self, path: &Path, id: Id) -> Result<(), SnapshotError> {
+    pub(super) fn check(&self, path: impl FnOnce() -> PathBuf, id: Id) -> Result<(), SnapshotError> {
         if self.ids.contains(&id) {
-            return Err(SnapshotError::Own { path: path.to_owned(), state_dir: self.dir.clone() });
+            return Err(SnapshotError::Own { path: path(), state_dir: self.dir.clone() });
         }
         Ok(())
     }
@@ -60,7 +60,7 @@ impl Own {
             if Some(id) == self.open {
                 return Ok(());
             }
-            self.check(source, id)?;
+            self.check(|| source.to_owned(), id)?;
         }
         Ok(())
     }

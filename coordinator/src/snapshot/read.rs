@@ -5,7 +5,6 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
-use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use bytes::{Bytes, BytesMut};
@@ -15,6 +14,7 @@ use limb_common::chunk::{
 use limb_common::id::Digest;
 use limb_common::manifest::{ChunkRef, Inode, Manifest, NodeKind, ROOT};
 use limb_common::wire::MAX_PACK_BYTES;
+use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
 use super::index::Index;
@@ -96,17 +96,18 @@ impl LoadedSnapshot {
     pub fn read_chunk(&self, inode: Inode, index: u64) -> Result<VerifiedChunk, ReadError> {
         let node = self.manifest.node(inode).ok_or(ReadError::NotFound)?;
         let Some(ChunkRef::Data(id)) = node.chunk(index) else { return Err(ReadError::NotFound) };
-        let (path, identity) = match self.table.get(inode) {
+        let source = self.table.get(inode);
+        let identity = match &source {
             Source::Nothing => return Err(ReadError::NotFound),
-            Source::Store(content) => (self.store.path(content), None),
-            Source::InPlace { path, identity } => (path, Some(identity)),
+            Source::Store(..) => None,
+            Source::InPlace { identity, .. } => Some(*identity),
         };
+        let look = |source: &Source| look(self.open(source), identity.as_ref(), id, index);
         // A second look before the verdict: the first may have met a writer half-way through
-        // putting back the same bytes.
-        let first = look(&path, identity.as_ref(), id, index);
-        let second = match first {
+        // putting back the same bytes, or the store has moved them.
+        let second = match look(&source) {
             Ok(chunk) => return Ok(chunk),
-            Err(Look::Failed(_) | Look::Changed(_)) => look(&path, identity.as_ref(), id, index),
+            Err(Look::Failed(_) | Look::Changed(_)) => look(&self.found_again(source, node.size)),
         };
         match second {
             Ok(chunk) => Ok(chunk),
@@ -152,6 +153,26 @@ impl LoadedSnapshot {
         Ok(Part { bytes: chunk.bytes().slice(range), proof })
     }
 
+    /// The file that holds these bytes, and where in it they begin.
+    fn open(&self, source: &Source) -> nix::Result<(File, u64)> {
+        match source {
+            Source::Nothing => Err(Errno::ENOENT),
+            Source::Store(content, place) => self.store.open_stored(*content, *place),
+            Source::InPlace { path, .. } => {
+                open_path(path, OFlag::O_RDONLY | OFlag::O_NONBLOCK).map(|fd| (File::from(fd), 0))
+            }
+        }
+    }
+
+    fn found_again(&self, source: Source, size: u64) -> Source {
+        match source {
+            Source::Store(content, place) => {
+                Source::Store(content, self.store.find(content, size).unwrap_or(place))
+            }
+            other => other,
+        }
+    }
+
     /// The groups, if they have the values that they had.
     fn read_known(
         &self,
@@ -161,18 +182,13 @@ impl LoadedSnapshot {
         values: &[Digest],
         groups: &Range<usize>,
     ) -> Option<Bytes> {
-        let path = match self.table.get(inode) {
-            Source::Nothing => return None,
-            Source::Store(content) => self.store.path(content),
-            Source::InPlace { path, .. } => path,
-        };
-        let file = File::from(open_path(&path, OFlag::O_RDONLY | OFlag::O_NONBLOCK).ok()?);
+        let (file, start) = self.open(&self.table.get(inode)).ok()?;
         if !file.metadata().ok()?.is_file() {
             return None;
         }
         let range = group_bytes(id.len, groups);
         let mut bytes = vec![0; range.len()];
-        file.read_exact_at(&mut bytes, index * CHUNK_BYTES_U64 + range.start as u64).ok()?;
+        file.read_exact_at(&mut bytes, start + index * CHUNK_BYTES_U64 + range.start as u64).ok()?;
         let bytes = Bytes::from(bytes);
         id.verify_part(groups.clone(), bytes.clone(), &proof(values, groups)).ok()?;
         Some(bytes)
@@ -224,24 +240,22 @@ fn wire_proof(values: &[Digest], groups: &Range<usize>) -> Bytes {
 }
 
 fn look(
-    path: &Path,
+    opened: nix::Result<(File, u64)>,
     identity: Option<&FileIdentity>,
     id: ChunkId,
     index: u64,
 ) -> Result<VerifiedChunk, Look> {
-    use nix::errno::Errno;
-    let fd = open_path(path, OFlag::O_RDONLY | OFlag::O_NONBLOCK).map_err(|errno| match errno {
+    let (file, start) = opened.map_err(|errno| match errno {
         Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::ENXIO => Look::Changed("it is gone"),
         Errno::EACCES | Errno::EPERM => Look::Changed("it may not be read any more"),
         other => Look::Failed(other.into()),
     })?;
-    let file = File::from(fd);
     let now = file.metadata().map_err(Look::Failed)?;
     if !now.is_file() {
         return Err(Look::Changed("it is no regular file any more"));
     }
     let mut bytes = vec![0; id.len as usize];
-    file.read_exact_at(&mut bytes, index * CHUNK_BYTES_U64).map_err(|error| match error.kind() {
+    file.read_exact_at(&mut bytes, start + index * CHUNK_BYTES_U64).map_err(|error| match error.kind() {
         std::io::ErrorKind::UnexpectedEof => Look::Changed("it is shorter"),
         _ => Look::Failed(error),
     })?;

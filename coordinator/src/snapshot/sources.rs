@@ -14,6 +14,7 @@ use limb_common::id::Digest;
 use limb_common::manifest::Inode;
 
 use super::Record;
+use super::store::Place;
 
 const MAGIC: &[u8; 8] = b"LIMBSRC\x01";
 const HEADER_BYTES: usize = 24;
@@ -54,8 +55,8 @@ pub(super) fn nanoseconds(seconds: i64, nanoseconds: i64) -> i64 {
 pub(super) enum Source {
     /// A directory or link, or a file that nobody knows a source of.
     Nothing,
-    /// A file of this content in the store.
-    Store(Digest),
+    /// This content in the store.
+    Store(Digest, Place),
     InPlace {
         path: PathBuf,
         identity: FileIdentity,
@@ -84,9 +85,14 @@ impl SourceTable {
             let mut entry = [0_u8; ENTRY_BYTES];
             match source {
                 Source::Nothing => {}
-                Source::Store(content) => {
+                Source::Store(content, place) => {
                     entry[0] = KIND_STORE;
                     entry[8..40].copy_from_slice(&content.0);
+                    // No pack has number 0, which is what tables before there were packs say here.
+                    if let Place::Pack { pack, at } = place {
+                        entry[40..48].copy_from_slice(&pack.to_le_bytes());
+                        entry[48..56].copy_from_slice(&at.to_le_bytes());
+                    }
                 }
                 Source::InPlace { path, identity } => {
                     entry[0] = KIND_IN_PLACE;
@@ -138,7 +144,7 @@ impl SourceTable {
     /// Contents in the store that this snapshot needs.
     pub(super) fn stored(&self) -> impl Iterator<Item = Digest> {
         (1..=self.inodes as u64).filter_map(|inode| match self.get(Inode(inode)) {
-            Source::Store(content) => Some(content),
+            Source::Store(content, _) => Some(content),
             Source::Nothing | Source::InPlace { .. } => None,
         })
     }
@@ -148,7 +154,16 @@ impl SourceTable {
         let at = self.entries_at + index * ENTRY_BYTES;
         let entry = self.bytes.get(at..at + ENTRY_BYTES)?;
         match entry[0] {
-            KIND_STORE => Digest::try_from(&entry[8..40]).ok().map(Source::Store),
+            KIND_STORE => {
+                let content = Digest::try_from(&entry[8..40]).ok()?;
+                Some(Source::Store(
+                    content,
+                    match number(entry, 40)? {
+                        0 => Place::File,
+                        pack => Place::Pack { pack, at: number(entry, 48)? },
+                    },
+                ))
+            }
             KIND_IN_PLACE => {
                 let [dev, ino, size, mtime, ctime, path_at, path_len] =
                     [8, 16, 24, 32, 40, 48, 56].map(|at| number(entry, at).unwrap_or(0));

@@ -389,8 +389,8 @@ fn known_hashes_are_reused_only_for_files_that_were_quiet() {
         })
         .collect();
     let plant = |chunks: Vec<Option<Digest>>| {
-        let known = index::Known { chunks, content: None, xattrs: BTreeMap::new() };
-        lock(&home.snapshots.inner.index).put(&[(identity, known)]).unwrap();
+        let known = index::KnownRef { chunks: &chunks, content: None, xattrs: &BTreeMap::new() };
+        lock(&home.snapshots.inner.index).put(std::iter::once((identity, known))).unwrap();
     };
     plant(chunks.clone());
     assert_eq!(home.freeze().id, truth.id);
@@ -434,6 +434,193 @@ fn many_small_files_are_frozen_whole() {
     assert_eq!(snapshot.files, 5_000);
     assert_eq!(home.read(&snapshot, b"d9/499").unwrap(), b"9 499");
     assert!(std::fs::read_dir(home.dir.path().join("state/store/incoming")).unwrap().next().is_none());
+}
+
+impl Home {
+    /// More small files than a few: they go into packs.
+    fn put_many(&self, directory: &str, count: u32) {
+        std::fs::create_dir_all(self.source.join(directory)).unwrap();
+        for file in 0..count {
+            let path = self.source.join(directory).join(file.to_string());
+            std::fs::write(path, format!("{directory} {file}")).unwrap();
+        }
+    }
+
+    fn packs(&self) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(self.dir.path().join("state/store/packs")).unwrap();
+        entries.map(|entry| entry.unwrap().path()).collect()
+    }
+
+    /// As another process, or this one after a restart, finds it.
+    fn reopened(&self) -> Snapshots {
+        Snapshots::open(&self.dir.path().join("state")).unwrap()
+    }
+
+    /// Files change their times until they prove something.
+    fn settle(&self) {
+        let quiet = || {
+            let (now, mut newest) = (limb_common::clock::unix_ms(), 0);
+            let mut pending = vec![self.source.clone()];
+            while let Some(path) = pending.pop() {
+                let meta = path.symlink_metadata().unwrap();
+                newest = newest.max(u64::try_from(meta.ctime() * 1000 + meta.ctime_nsec() / 1_000_000).unwrap());
+                if meta.is_dir() {
+                    pending.extend(std::fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
+                }
+            }
+            newest + 2_001 < now
+        };
+        while !quiet() {
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// What the manifest of a tree is, said as plainly as can be.
+fn plain_manifest(source: &Path) -> Digest {
+    use limb_common::manifest::{ManifestBuilder, NewNode, NodeMeta};
+    let meta = |path: &Path| {
+        let meta = path.symlink_metadata().unwrap();
+        let mtime_ns = meta.mtime() * 1_000_000_000 + meta.mtime_nsec();
+        NodeMeta { mode: meta.mode() & 0o7777, mtime_ns, xattrs: BTreeMap::new() }
+    };
+    let mut builder = ManifestBuilder::new(meta(source));
+    let mut pending = vec![(source.to_owned(), builder.root())];
+    while let Some((directory, parent)) = pending.pop() {
+        for entry in std::fs::read_dir(directory).unwrap() {
+            let (path, name) = (entry.as_ref().unwrap().path(), entry.unwrap().file_name());
+            let (meta, name) = (meta(&path), name.as_bytes());
+            if path.is_symlink() {
+                let target = std::fs::read_link(&path).unwrap().as_os_str().as_bytes().to_vec();
+                builder.add(parent, name, NewNode::Symlink { target }, meta).unwrap();
+            } else if path.is_dir() {
+                pending.push((path, builder.add(parent, name, NewNode::Directory, meta).unwrap()));
+            } else {
+                let bytes = std::fs::read(&path).unwrap();
+                let chunks = (!bytes.is_empty()).then(|| Some(Digest::of(&bytes))).into_iter().collect();
+                let node = NewNode::File { size: bytes.len() as u64, chunks };
+                builder.add(parent, name, node, meta).unwrap();
+            }
+        }
+    }
+    builder.build().0.id()
+}
+
+#[test]
+fn many_threads_find_what_one_would_find() {
+    let home = Home::new();
+    home.put_many("flat", 5_000);
+    for directory in 0..40 {
+        home.put_many(&format!("tree/{directory}/below"), 3);
+        symlink("below/1", home.source.join(format!("tree/{directory}/link"))).unwrap();
+    }
+    home.put("empty", b"");
+    let expected = plain_manifest(&home.source);
+    for _ in 0..3 {
+        assert_eq!(home.freeze().id, expected);
+    }
+    assert_eq!(home.snapshots.load(expected).unwrap().files, 5_121);
+}
+
+#[test]
+fn many_small_files_share_a_pack_and_each_content_is_there_once() {
+    let home = Home::new();
+    home.put_many("d", 300);
+    home.put_many("e", 10);
+    for copy in ["copy 1", "copy 2"] {
+        home.put(copy, b"d 7");
+    }
+    home.put("zeros", &[0; 5000]);
+    home.put("empty", b"");
+    home.put("most", &noise(64 << 10, 1));
+    home.put("large", &noise((64 << 10) + 1, 2));
+    let snapshot = home.freeze();
+    assert_eq!(home.packs().len(), 1);
+    let held: u64 = home.packs().iter().map(|pack| pack.metadata().unwrap().blocks() * 512).sum();
+    assert!(held < (64 << 10) + 5000 + 313 * (48 + 8) + (12 << 10), "{held}: gaps take nothing");
+    let store = &home.snapshots.inner.store;
+    assert!(!store.contains(Digest::of(b"d 7"), 3), "no file of its own");
+    // The originals go, and so does the process.
+    for name in ["d", "e"] {
+        std::fs::remove_dir_all(home.source.join(name)).unwrap();
+    }
+    let loaded = home.reopened().reader(snapshot.id).unwrap();
+    let inode = |path: &str| snapshot.manifest.resolve(path.as_bytes()).unwrap();
+    for (path, bytes) in [("d/299", &b"d 299"[..]), ("e/0", b"e 0"), ("copy 2", b"d 7"), ("empty", b"")] {
+        assert_eq!(read_file(&loaded, inode(path)).unwrap(), bytes);
+    }
+    assert_eq!(read_file(&loaded, inode("most")).unwrap(), noise(64 << 10, 1));
+    let pack = loaded.read_files(&[inode("d/1"), inode("e/9"), inode("most")]);
+    assert!(pack.missing.is_empty());
+    assert_eq!(&pack.bytes[..6], b"d 1e 9");
+    let part = loaded.read_part(inode("most"), 0, &(1..2)).unwrap();
+    assert_eq!(part.bytes, noise(64 << 10, 1)[16 << 10..32 << 10]);
+    let again = loaded.read_part(inode("most"), 0, &(2..3)).unwrap();
+    assert_eq!(again.bytes, noise(64 << 10, 1)[32 << 10..48 << 10]);
+    // What is in a pack is not put into another one, nor into a file.
+    home.put_many("d", 301);
+    home.freeze();
+    assert_eq!(home.packs().len(), 1);
+    assert!(!store.contains(Digest::of(b"d 7"), 3));
+    assert!(store.contains(Digest::of(b"d 300"), 5));
+}
+
+#[test]
+fn a_damaged_pack_is_noticed_and_one_that_is_cut_is_made_again() {
+    let home = Home::new();
+    home.put_many("d", 100);
+    home.settle();
+    let snapshot = home.freeze();
+    let [pack] = home.packs().try_into().unwrap();
+    let whole = std::fs::read(&pack).unwrap();
+    let at = whole.windows(4).position(|bytes| bytes == b"d 77").unwrap();
+    let file = std::fs::OpenOptions::new().write(true).open(&pack).unwrap();
+    file.write_all_at(b"D", at as u64).unwrap();
+    assert!(matches!(home.read(&snapshot, b"d/77"), Err(ReadError::SourceChanged { .. })));
+    assert_eq!(home.read(&snapshot, b"d/78").unwrap(), b"d 78");
+    file.write_all_at(b"d", at as u64).unwrap();
+    assert_eq!(home.read(&snapshot, b"d/77").unwrap(), b"d 77");
+    // Nothing changed and all is known: it is not read, but its pack is asked for.
+    assert_eq!(home.freeze().id, snapshot.id);
+    assert_eq!(home.packs().len(), 1);
+    file.set_len(whole.len() as u64 - 1).unwrap();
+    assert_eq!(home.freeze().id, snapshot.id);
+    assert_eq!(home.packs().len(), 2);
+    assert_eq!(home.read(&snapshot, b"d/99").unwrap(), b"d 99");
+}
+
+#[test]
+fn collecting_moves_what_is_used_of_a_pack_and_removes_the_rest() {
+    let home = Home::new();
+    home.put_many("d", 100);
+    let kept = home.freeze();
+    std::fs::remove_dir_all(home.source.join("d")).unwrap();
+    home.put_many("e", 100);
+    let most = home.freeze();
+    home.put_many("d", 5);
+    std::fs::remove_dir_all(home.source.join("e")).unwrap();
+    home.put_many("e", 90);
+    let some = home.freeze();
+    assert_eq!(home.packs().len(), 2);
+    let reader = home.snapshots.reader(some.id).unwrap();
+    // Of the first pack 5 files are used, of the second 90.
+    let (gone, freed) = home.snapshots.collect(&HashSet::from([some.id])).unwrap();
+    assert_eq!((gone, freed), (2, 90 * 4 + 5 * 3));
+    assert_eq!(home.packs().len(), 2);
+    for snapshots in [home.snapshots.clone(), home.reopened()] {
+        let loaded = snapshots.reader(some.id).unwrap();
+        for (path, bytes) in [("d/4", b"d 4"), ("e/0", b"e 0")] {
+            let inode = some.manifest.resolve(path.as_bytes()).unwrap();
+            assert_eq!(read_file(&loaded, inode).unwrap(), bytes);
+        }
+    }
+    let inode = some.manifest.resolve(b"d/3").unwrap();
+    assert_eq!(read_file(&reader, inode).unwrap(), b"d 3", "who had it open finds it where it went");
+    for id in [kept.id, most.id] {
+        assert!(matches!(home.snapshots.load(id), Err(SnapshotError::NotFound(_))));
+    }
+    assert_eq!(home.snapshots.collect(&HashSet::new()).unwrap(), (1, 5 * 3 + 100 * 3 + 90));
+    assert!(home.packs().is_empty());
 }
 
 /// Ten times what the test above does, for its memory: run it by hand.

@@ -1,16 +1,23 @@
-//! One pass over a source: names, metadata, links, hard links; no content.
+//! One pass over a source, on all cores: names, metadata, links, hard links; no content.
+//!
+//! Directories, and pieces of large ones, wait in one queue (last in, first out: few are open at
+//! once). What each thread found is put together by directory and name, so that the outcome does not
+//! depend on who was faster.
 //!
 //! Never: follows a link, unless asked, and then only one that leaves the set. Every directory is
 //! opened once and checked to be the one that its parent named.
 
+mod xattrs;
+
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::{CStr, CString, OsStr};
+use std::ffi::{CStr, OsStr};
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use limb_common::class::DataClass;
 use limb_common::manifest::NodeMeta;
@@ -21,19 +28,21 @@ use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
 
 use super::own::Own;
 use super::sources::nanoseconds;
+use super::threads::{cores, on_threads};
 use super::{
-    CLASS_FILE, FileIdentity, LinkPolicy, OutsideLink, Progress, SkipReason, Skipped, SnapshotError,
+    CLASS_FILE, FileIdentity, LinkPolicy, OutsideLink, Progress, SkipReason, Skipped, SnapshotError, lock,
 };
+pub(super) use xattrs::xattrs_of;
 
 /// 20 M nodes are a manifest of about 2.5 GB: more is a mistake (`/`, or links that multiply).
 const MAX_NODES: usize = 20_000_000;
 const MAX_DEPTH: usize = 4096;
 /// What the kernel accepts as one path, less some room.
 const PATH_PIECE_BYTES: usize = 3000;
-/// XATTR_LIST_MAX and XATTR_SIZE_MAX.
-const XATTR_BYTES: usize = 64 * 1024;
 /// A class file is one word.
 const MAX_CLASS_BYTES: u64 = 64;
+/// Names of one directory that one thread looks at before another may help: about a millisecond.
+const PIECE_NAMES: usize = 2048;
 
 /// Extended attributes by name.
 pub(super) type Xattrs = BTreeMap<Vec<u8>, Vec<u8>>;
@@ -44,41 +53,131 @@ pub(super) struct Watch<'a> {
     pub(super) progress: &'a (dyn Fn(Progress) + Sync),
 }
 
-/// A source as it was found. Node 0 is the root.
+/// A source as it was found.
 #[derive(Debug, Default)]
 pub(super) struct Walked {
     pub(super) source: PathBuf,
     pub(super) single_file: bool,
     pub(super) label: Option<DataClass>,
-    pub(super) nodes: Vec<FoundNode>,
+    /// The root first, and each before those in it.
+    pub(super) directories: Vec<FoundDirectory>,
+    /// Those of one directory side by side.
     pub(super) files: Vec<FoundFile>,
     pub(super) outside_links: Vec<OutsideLink>,
     pub(super) skipped: Vec<Skipped>,
 }
 
 #[derive(Debug)]
-pub(super) struct FoundNode {
-    pub(super) parent: usize,
-    pub(super) name: Vec<u8>,
-    /// Of a file only what the walk saw: no attributes, which are known with its content.
+pub(super) struct FoundDirectory {
     pub(super) meta: NodeMeta,
+    /// Where it was read.
+    pub(super) path: PathBuf,
+    names: Arc<Names>,
+    /// In order of name.
+    pub(super) entries: Vec<FoundEntry>,
+}
+
+#[derive(Debug)]
+pub(super) struct FoundEntry {
+    /// Into the directory's names.
+    name: usize,
     pub(super) kind: FoundKind,
 }
 
 #[derive(Debug)]
 pub(super) enum FoundKind {
-    Directory,
+    /// Into [`Walked::directories`].
+    Directory(usize),
     /// Into [`Walked::files`]; hard links share one.
     File(usize),
-    Symlink(Vec<u8>),
+    Symlink {
+        target: Box<[u8]>,
+        mtime_ns: i64,
+    },
 }
 
 #[derive(Debug)]
 pub(super) struct FoundFile {
-    /// Absolute, no symlink in its last component.
-    pub(super) path: PathBuf,
+    place: FilePlace,
     pub(super) identity: FileIdentity,
     pub(super) mode: u32,
+}
+
+#[derive(Debug)]
+enum FilePlace {
+    In { directory: usize, name: usize },
+    /// Where a followed link led: absolute, no symlink in its last component.
+    At(Box<Path>),
+}
+
+/// The names in one directory, each with a NUL after it.
+#[derive(Debug, Default)]
+struct Names {
+    bytes: Vec<u8>,
+    starts: Vec<usize>,
+}
+
+impl Names {
+    fn get(&self, at: usize) -> &CStr {
+        let from = self.starts.get(at).and_then(|&start| self.bytes.get(start..));
+        from.and_then(|bytes| CStr::from_bytes_until_nul(bytes).ok()).unwrap_or_default()
+    }
+
+    fn push(&mut self, name: &CStr) {
+        self.starts.push(self.bytes.len());
+        self.bytes.extend_from_slice(name.to_bytes_with_nul());
+    }
+
+    fn sort(&mut self) {
+        let bytes = &self.bytes;
+        let name = |start: usize| bytes.get(start..).unwrap_or_default().split(|&byte| byte == 0).next();
+        self.starts.sort_by(|&a, &b| name(a).cmp(&name(b)));
+    }
+}
+
+impl FoundDirectory {
+    fn new(meta: NodeMeta, path: PathBuf) -> Self {
+        Self { meta, path, names: Arc::default(), entries: Vec::new() }
+    }
+
+    pub(super) fn name_of(&self, entry: &FoundEntry) -> &[u8] {
+        self.names.get(entry.name).to_bytes()
+    }
+}
+
+impl Walked {
+    /// Absolute, no symlink in its last component.
+    pub(super) fn path(&self, file: &FoundFile) -> PathBuf {
+        match &file.place {
+            FilePlace::At(path) => path.to_path_buf(),
+            FilePlace::In { directory, name } => {
+                let directory = &self.directories[*directory];
+                directory.path.join(OsStr::from_bytes(directory.names.get(*name).to_bytes()))
+            }
+        }
+    }
+
+    /// Opens a file to read it; `last` is the directory of the one before, which is mostly the same.
+    pub(super) fn open_file(
+        &self,
+        file: &FoundFile,
+        last: &mut Option<(usize, OwnedFd)>,
+    ) -> nix::Result<OwnedFd> {
+        let flags = OFlag::O_RDONLY | OFlag::O_NONBLOCK;
+        let (directory, name) = match &file.place {
+            FilePlace::At(path) => return open_path(path, flags),
+            FilePlace::In { directory, name } => (*directory, *name),
+        };
+        let names = &self.directories[directory].names;
+        let around = match last {
+            Some((at, fd)) if *at == directory => fd,
+            _ => {
+                let fd = open_path(&self.directories[directory].path, OFlag::O_PATH | OFlag::O_DIRECTORY)?;
+                &mut last.insert((directory, fd)).1
+            }
+        };
+        openat(around.as_fd(), names.get(name), flags | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW, Mode::empty())
+    }
 }
 
 /// Directories above, to know a link that leads into one of them.
@@ -94,20 +193,90 @@ struct Pending {
     path: PathBuf,
     /// Path inside the set.
     inside: Vec<u8>,
-    node: usize,
+    /// Into [`Walked::directories`].
+    number: usize,
     /// Levels below the source, or below the followed link, that holds it.
     depth: usize,
     total_depth: usize,
     chain: Arc<Chain>,
 }
 
+/// A directory whose names are known.
+#[derive(Debug)]
+struct Opened {
+    pending: Pending,
+    fd: OwnedFd,
+    names: Arc<Names>,
+}
+
+#[derive(Debug)]
+enum Task {
+    Read(Pending),
+    Look(Arc<Opened>, Range<usize>),
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    tasks: Vec<Task>,
+    /// Tasks that somebody is at.
+    busy: usize,
+    failed: Option<SnapshotError>,
+}
+
+/// What one thread has found.
+#[derive(Default)]
+struct Found {
+    directories: Vec<(usize, FoundDirectory)>,
+    pieces: Vec<Piece>,
+    outside_links: Vec<OutsideLink>,
+    skipped: Vec<Skipped>,
+}
+
+/// Some names of one directory, looked at.
+struct Piece {
+    directory: usize,
+    names: Arc<Names>,
+    /// By place in the names, in order.
+    entries: Vec<(usize, Seen)>,
+}
+
+enum Seen {
+    Directory(usize),
+    File {
+        identity: FileIdentity,
+        mode: u32,
+        /// It may be met again under another name.
+        shared: bool,
+        elsewhere: Option<Box<Path>>,
+    },
+    Symlink {
+        target: Box<[u8]>,
+        mtime_ns: i64,
+    },
+}
+
 struct Walker<'a> {
-    out: Walked,
     own: &'a Own,
     links: LinkPolicy,
-    hard_links: HashMap<(u64, u64), usize>,
-    pending: Vec<Pending>,
-    buffer: Vec<u8>,
+    watch: &'a Watch<'a>,
+    queue: Mutex<Queue>,
+    wake: Condvar,
+    directories: AtomicUsize,
+    names: AtomicUsize,
+    files: AtomicUsize,
+}
+
+/// Held while a task is worked at, so that nobody waits for a thread that has ended.
+struct Turn<'a, 'b>(&'a Walker<'b>);
+
+impl Drop for Turn<'_, '_> {
+    fn drop(&mut self) {
+        let mut queue = lock(&self.0.queue);
+        queue.busy -= 1;
+        if queue.busy == 0 && queue.tasks.is_empty() {
+            self.0.wake.notify_all();
+        }
+    }
 }
 
 pub(super) fn walk(
@@ -121,51 +290,139 @@ pub(super) fn walk(
     own.check_source(&absolute)?;
     let fd = open_path(&absolute, OFlag::O_PATH).map_err(|errno| failed(errno.into()))?;
     let stat = fstat(&fd).map_err(|errno| failed(errno.into()))?;
-    let mut walker = Walker {
-        out: Walked { source: absolute.clone(), ..Walked::default() },
+    let walker = Walker {
         own,
         links,
-        hard_links: HashMap::new(),
-        pending: Vec::new(),
-        buffer: vec![0; XATTR_BYTES],
+        watch,
+        queue: Mutex::default(),
+        wake: Condvar::new(),
+        directories: AtomicUsize::new(1),
+        names: AtomicUsize::new(0),
+        files: AtomicUsize::new(0),
     };
+    let mut out = Walked { source: absolute.clone(), ..Walked::default() };
     match kind_of(&stat) {
         SFlag::S_IFDIR => {
-            walker.out.label = read_label(&absolute)?;
-            let meta = walker.meta(&fd, b".", &stat);
-            let root = FoundNode { parent: 0, name: Vec::new(), meta, kind: FoundKind::Directory };
-            walker.out.nodes.push(root);
+            out.label = read_label(&absolute)?;
+            out.directories.push(FoundDirectory::new(meta_of(&fd, c".", &stat), absolute.clone()));
             let chain = Arc::new(Chain { id: (stat.st_dev, stat.st_ino), above: None });
             let inside = Vec::new();
-            walker.pending.push(Pending { path: absolute, inside, node: 0, depth: 0, total_depth: 0, chain });
+            walker.push([Task::Read(Pending {
+                path: absolute,
+                inside,
+                number: 0,
+                depth: 0,
+                total_depth: 0,
+                chain,
+            })]);
+            let found = on_threads(cores(), &|| walker.work());
+            if let Some(error) = lock(&walker.queue).failed.take() {
+                return Err(error);
+            }
+            put_together(&mut out, found);
         }
         SFlag::S_IFREG => {
             // The directory around it exists only in the manifest, so nothing of it depends on home.
             let meta = NodeMeta { mode: 0o755, ..NodeMeta::default() };
-            let root = FoundNode { parent: 0, name: Vec::new(), meta, kind: FoundKind::Directory };
-            walker.out.nodes.push(root);
-            walker.out.single_file = true;
+            out.directories.push(FoundDirectory::new(meta, PathBuf::new()));
+            out.single_file = true;
             let name = source.file_name().or(absolute.file_name()).map_or(&b"file"[..], OsStr::as_bytes);
-            walker.add_file(0, name, absolute.clone(), &stat)?;
+            let mut names = Names::default();
+            names.push(&std::ffi::CString::new(name).unwrap_or_default());
+            let file = walker.file(&stat, || absolute.clone(), Some(absolute.as_path().into()))?;
+            let piece = Piece { directory: 0, names: Arc::new(names), entries: vec![(0, file)] };
+            put_together(&mut out, vec![Found { pieces: vec![piece], ..Found::default() }]);
         }
         _ => return Err(SnapshotError::SourceKind { path: source.to_owned() }),
     }
-    while let Some(directory) = walker.pending.pop() {
-        walker.read_directory(&directory, watch)?;
-        (watch.progress)(Progress { files_done: walker.out.files.len() as u64, ..Progress::default() });
+    Ok(out)
+}
+
+fn put_together(out: &mut Walked, found: Vec<Found>) {
+    let mut directories = Vec::new();
+    let mut pieces = Vec::new();
+    for part in found {
+        directories.extend(part.directories);
+        pieces.extend(part.pieces);
+        out.outside_links.extend(part.outside_links);
+        out.skipped.extend(part.skipped);
     }
-    walker.out.outside_links.sort();
-    walker.out.skipped.sort();
-    Ok(walker.out)
+    out.outside_links.sort();
+    out.skipped.sort();
+    directories.sort_unstable_by_key(|&(number, _)| number);
+    out.directories.extend(directories.into_iter().map(|(_, directory)| directory));
+    pieces.sort_unstable_by_key(|piece| (piece.directory, piece.entries.first().map(|&(at, _)| at)));
+    out.files.reserve(pieces.iter().map(|piece| piece.entries.len()).sum());
+    let mut hard_links: HashMap<(u64, u64), usize> = HashMap::new();
+    for Piece { directory, names, entries } in pieces {
+        let here = &mut out.directories[directory];
+        here.names = names;
+        here.entries.reserve(entries.len());
+        for (name, seen) in entries {
+            let kind = match seen {
+                Seen::Directory(number) => FoundKind::Directory(number),
+                Seen::Symlink { target, mtime_ns } => FoundKind::Symlink { target, mtime_ns },
+                Seen::File { identity, mode, shared, elsewhere } => {
+                    let new = out.files.len();
+                    let id = (identity.dev, identity.ino);
+                    let file = if shared { *hard_links.entry(id).or_insert(new) } else { new };
+                    if file == new {
+                        let place = elsewhere.map_or(FilePlace::In { directory, name }, FilePlace::At);
+                        out.files.push(FoundFile { place, identity, mode });
+                    }
+                    FoundKind::File(file)
+                }
+            };
+            here.entries.push(FoundEntry { name, kind });
+        }
+    }
 }
 
 impl Walker<'_> {
-    fn read_directory(&mut self, here: &Pending, watch: &Watch<'_>) -> Result<(), SnapshotError> {
+    fn work(&self) -> Found {
+        let mut found = Found::default();
+        while let Some((task, _turn)) = self.next() {
+            let done = match task {
+                Task::Read(pending) => self.read_directory(pending, &mut found),
+                Task::Look(opened, names) => self.look(&opened, names, &mut found),
+            };
+            if let Err(error) = done {
+                lock(&self.queue).failed.get_or_insert(error);
+                self.wake.notify_all();
+            }
+        }
+        found
+    }
+
+    /// `None`: all is done, or nobody needs the rest.
+    fn next(&self) -> Option<(Task, Turn<'_, '_>)> {
+        let mut queue = lock(&self.queue);
+        loop {
+            if queue.failed.is_some() {
+                return None;
+            }
+            if let Some(task) = queue.tasks.pop() {
+                queue.busy += 1;
+                return Some((task, Turn(self)));
+            }
+            if queue.busy == 0 {
+                return None;
+            }
+            queue = self.wake.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn push(&self, tasks: impl IntoIterator<Item = Task>) {
+        lock(&self.queue).tasks.extend(tasks);
+        self.wake.notify_all();
+    }
+
+    fn read_directory(&self, here: Pending, found: &mut Found) -> Result<(), SnapshotError> {
         let failed =
             |errno: Errno| SnapshotError::Unreadable { path: here.path.clone(), source: errno.into() };
         let fd = match open_path(&here.path, OFlag::O_RDONLY | OFlag::O_DIRECTORY) {
             // Removed or replaced since its parent was read: it is not part of this state.
-            Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP) if here.node != 0 => return Ok(()),
+            Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP) if here.number != 0 => return Ok(()),
             other => other.map_err(failed)?,
         };
         let stat = fstat(&fd).map_err(failed)?;
@@ -174,194 +431,195 @@ impl Walker<'_> {
         }
         let duplicate =
             fd.try_clone().map_err(|source| SnapshotError::Unreadable { path: here.path.clone(), source })?;
-        let mut names = Vec::new();
+        let mut names = Names::default();
         for entry in Dir::from_fd(duplicate).map_err(failed)?.iter() {
             let entry = entry.map_err(failed)?;
             if !matches!(entry.file_name().to_bytes(), b"." | b"..") {
-                names.push(entry.file_name().to_owned());
+                names.push(entry.file_name());
             }
+            self.check_cancelled()?;
         }
         names.sort();
-        for name in names {
-            if watch.cancelled.load(Ordering::Relaxed) {
-                return Err(SnapshotError::Cancelled);
-            }
-            self.visit(here, &fd, &name)?;
+        let count = names.starts.len();
+        if self.names.fetch_add(count, Ordering::Relaxed) + count >= MAX_NODES {
+            return Err(SnapshotError::TooLarge { path: here.path, limit: "20 million names" });
         }
+        let opened = Arc::new(Opened { pending: here, fd, names: Arc::new(names) });
+        let mut pieces = (0..count).step_by(PIECE_NAMES).map(|from| from..count.min(from + PIECE_NAMES));
+        let first = pieces.next();
+        if count > PIECE_NAMES {
+            self.push(pieces.map(|names| Task::Look(Arc::clone(&opened), names)));
+        }
+        first.map_or(Ok(()), |names| self.look(&opened, names, found))
+    }
+
+    fn check_cancelled(&self) -> Result<(), SnapshotError> {
+        if self.watch.cancelled.load(Ordering::Relaxed) { Err(SnapshotError::Cancelled) } else { Ok(()) }
+    }
+
+    fn look(&self, here: &Opened, names: Range<usize>, found: &mut Found) -> Result<(), SnapshotError> {
+        let mut entries = Vec::with_capacity(names.len());
+        let mut look = Look { walker: self, here: &here.pending, fd: &here.fd, found, below: Vec::new() };
+        for at in names {
+            self.check_cancelled()?;
+            if let Some(seen) = look.visit(here.names.get(at))? {
+                entries.push((at, seen));
+            }
+        }
+        let below = look.below;
+        if !below.is_empty() {
+            self.push(below.into_iter().map(Task::Read));
+        }
+        let files = self.files.fetch_add(entries.len(), Ordering::Relaxed) + entries.len();
+        found.pieces.push(Piece { directory: here.pending.number, names: Arc::clone(&here.names), entries });
+        (self.watch.progress)(Progress { files_done: files as u64, ..Progress::default() });
         Ok(())
     }
 
-    fn visit(&mut self, here: &Pending, fd: &OwnedFd, name: &CString) -> Result<(), SnapshotError> {
-        let path = here.path.join(OsStr::from_bytes(name.to_bytes()));
-        let failed = |errno: Errno| SnapshotError::Unreadable { path: path.clone(), source: errno.into() };
-        let stat = match fstatat(fd, name.as_c_str(), AtFlags::AT_SYMLINK_NOFOLLOW) {
-            Err(Errno::ENOENT) => return Ok(()),
-            other => other.map_err(failed)?,
+    fn file(
+        &self,
+        stat: &FileStat,
+        path: impl FnOnce() -> PathBuf,
+        elsewhere: Option<Box<Path>>,
+    ) -> Result<Seen, SnapshotError> {
+        let identity = identity_of(stat);
+        self.own.check(path, (identity.dev, identity.ino))?;
+        // A followed link may lead to a file that has one name only and yet is met twice.
+        let shared = stat.st_nlink > 1 || self.links == LinkPolicy::Follow;
+        Ok(Seen::File { identity, mode: stat.st_mode & 0o7777, shared, elsewhere })
+    }
+}
+
+/// One directory's names being looked at.
+struct Look<'a, 'b> {
+    walker: &'a Walker<'b>,
+    here: &'a Pending,
+    fd: &'a OwnedFd,
+    found: &'a mut Found,
+    /// Directories to read next.
+    below: Vec<Pending>,
+}
+
+impl Look<'_, '_> {
+    fn path(&self, name: &CStr) -> PathBuf {
+        self.here.path.join(OsStr::from_bytes(name.to_bytes()))
+    }
+
+    fn unreadable(&self, name: &CStr, errno: Errno) -> SnapshotError {
+        SnapshotError::Unreadable { path: self.path(name), source: errno.into() }
+    }
+
+    /// `None`: nothing that a set holds.
+    fn visit(&mut self, name: &CStr) -> Result<Option<Seen>, SnapshotError> {
+        let stat = match fstatat(self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
+            Err(Errno::ENOENT) => return Ok(None),
+            other => other.map_err(|errno| self.unreadable(name, errno))?,
         };
-        let bytes = name.to_bytes();
         match kind_of(&stat) {
+            SFlag::S_IFREG => self.walker.file(&stat, || self.path(name), None).map(Some),
             SFlag::S_IFDIR => {
-                let meta = self.meta(fd, bytes, &stat);
-                self.add_directory(here, bytes, path, &stat, meta, here.depth + 1)
+                let meta = meta_of(self.fd, name, &stat);
+                self.directory(name, self.path(name), &stat, meta, self.here.depth + 1).map(Some)
             }
-            SFlag::S_IFREG => self.add_file(here.node, bytes, path, &stat),
             SFlag::S_IFLNK => {
-                let target = match readlinkat(fd, name.as_c_str()) {
-                    Err(Errno::ENOENT | Errno::EINVAL) => return Ok(()),
-                    other => other.map_err(failed)?,
+                let target = match readlinkat(self.fd, name) {
+                    Err(Errno::ENOENT | Errno::EINVAL) => return Ok(None),
+                    other => other.map_err(|errno| self.unreadable(name, errno))?,
                 };
-                self.link(here, fd, name, path, &stat, target.as_bytes())
+                self.link(name, &stat, target.as_bytes())
             }
             other => {
-                self.skip(here, bytes, other);
-                Ok(())
+                self.skip(name, other);
+                Ok(None)
             }
         }
     }
 
-    fn link(
-        &mut self,
-        here: &Pending,
-        fd: &OwnedFd,
-        name: &CString,
-        path: PathBuf,
-        stat: &FileStat,
-        target: &[u8],
-    ) -> Result<(), SnapshotError> {
-        let bytes = name.to_bytes();
-        if leaves(here.depth, target) {
-            let followed = fstatat(fd, name.as_c_str(), AtFlags::empty());
-            if let (LinkPolicy::Follow, Ok(found), Ok(real)) =
-                (self.links, followed, std::fs::canonicalize(&path))
-            {
-                return self.follow(here, bytes, real, &found, stat, target);
-            }
-            let path = joined(&here.inside, bytes);
-            self.out.outside_links.push(OutsideLink { path, target: target.to_vec() });
+    fn link(&mut self, name: &CStr, stat: &FileStat, target: &[u8]) -> Result<Option<Seen>, SnapshotError> {
+        let kept = Seen::Symlink { target: target.into(), mtime_ns: mtime_of(stat) };
+        if !leaves(self.here.depth, target) {
+            return Ok(Some(kept));
         }
-        self.add_symlink(here, bytes, stat, target)
+        let found = fstatat(self.fd, name, AtFlags::empty());
+        if let (LinkPolicy::Follow, Ok(found), Ok(real)) =
+            (self.walker.links, found, std::fs::canonicalize(self.path(name)))
+        {
+            return self.follow(name, real, &found, kept);
+        }
+        let path = joined(&self.here.inside, name.to_bytes());
+        self.found.outside_links.push(OutsideLink { path, target: target.to_vec() });
+        Ok(Some(kept))
     }
 
     fn follow(
         &mut self,
-        here: &Pending,
-        name: &[u8],
+        name: &CStr,
         real: PathBuf,
         found: &FileStat,
-        link: &FileStat,
-        target: &[u8],
-    ) -> Result<(), SnapshotError> {
+        kept: Seen,
+    ) -> Result<Option<Seen>, SnapshotError> {
         match kind_of(found) {
-            SFlag::S_IFREG => self.add_file(here.node, name, real, found),
+            SFlag::S_IFREG => {
+                self.walker.file(found, || real.clone(), Some(real.as_path().into())).map(Some)
+            }
             SFlag::S_IFDIR => {
-                let parent = real.parent().unwrap_or(Path::new("/")).to_owned();
-                let real_name = real.file_name().map_or(&b"."[..], OsStr::as_bytes).to_vec();
-                let around = open_path(&parent, OFlag::O_PATH | OFlag::O_DIRECTORY)
-                    .map_err(|errno| SnapshotError::Unreadable { path: parent, source: errno.into() })?;
                 let id = (found.st_dev, found.st_ino);
-                let mut above = Some(&here.chain);
+                let mut above = Some(&self.here.chain);
                 while let Some(chain) = above {
                     if chain.id == id {
-                        let path = joined(&here.inside, name);
-                        self.out.skipped.push(Skipped { path, why: SkipReason::LinkLoop });
-                        return self.add_symlink(here, name, link, target);
+                        let path = joined(&self.here.inside, name.to_bytes());
+                        self.found.skipped.push(Skipped { path, why: SkipReason::LinkLoop });
+                        return Ok(Some(kept));
                     }
                     above = chain.above.as_ref();
                 }
-                let meta = self.meta(&around, &real_name, found);
-                self.add_directory(here, name, real, found, meta, 0)
+                let fd = open_path(&real, OFlag::O_PATH | OFlag::O_DIRECTORY)
+                    .map_err(|errno| SnapshotError::Unreadable { path: real.clone(), source: errno.into() })?;
+                let meta = meta_of(&fd, c".", found);
+                self.directory(name, real, found, meta, 0).map(Some)
             }
             other => {
-                self.skip(here, name, other);
-                Ok(())
+                self.skip(name, other);
+                Ok(None)
             }
         }
     }
 
-    fn add_directory(
+    fn directory(
         &mut self,
-        here: &Pending,
-        name: &[u8],
+        name: &CStr,
         path: PathBuf,
         stat: &FileStat,
         meta: NodeMeta,
         depth: usize,
-    ) -> Result<(), SnapshotError> {
-        self.own.check(&path, (stat.st_dev, stat.st_ino))?;
+    ) -> Result<Seen, SnapshotError> {
+        let (here, id) = (self.here, (stat.st_dev, stat.st_ino));
+        self.walker.own.check(|| path.clone(), id)?;
         let total_depth = here.total_depth + 1;
         if total_depth > MAX_DEPTH {
             return Err(SnapshotError::TooLarge { path, limit: "4096 levels" });
         }
-        let node = self.add(here.node, name, meta, FoundKind::Directory)?;
-        let chain = Arc::new(Chain { id: (stat.st_dev, stat.st_ino), above: Some(Arc::clone(&here.chain)) });
-        let inside = joined(&here.inside, name);
-        self.pending.push(Pending { path, inside, node, depth, total_depth, chain });
-        Ok(())
+        let number = self.walker.directories.fetch_add(1, Ordering::Relaxed);
+        self.found.directories.push((number, FoundDirectory::new(meta, path.clone())));
+        let chain = Arc::new(Chain { id, above: Some(Arc::clone(&here.chain)) });
+        let inside = joined(&here.inside, name.to_bytes());
+        self.below.push(Pending { path, inside, number, depth, total_depth, chain });
+        Ok(Seen::Directory(number))
     }
 
-    fn add_file(
-        &mut self,
-        parent: usize,
-        name: &[u8],
-        path: PathBuf,
-        stat: &FileStat,
-    ) -> Result<(), SnapshotError> {
-        let identity = identity_of(stat);
-        let meta =
-            NodeMeta { mode: stat.st_mode & 0o7777, mtime_ns: identity.mtime_ns, xattrs: BTreeMap::new() };
-        self.own.check(&path, (identity.dev, identity.ino))?;
-        // A followed link may lead to a file that has one name only and yet is met twice.
-        let shared = stat.st_nlink > 1 || self.links == LinkPolicy::Follow;
-        let id = (identity.dev, identity.ino);
-        let known = if shared { self.hard_links.get(&id).copied() } else { None };
-        let file = known.unwrap_or(self.out.files.len());
-        if known.is_none() {
-            self.out.files.push(FoundFile { path, identity, mode: meta.mode });
-            if shared {
-                self.hard_links.insert(id, file);
-            }
-        }
-        self.add(parent, name, meta, FoundKind::File(file)).map(drop)
-    }
-
-    fn add_symlink(
-        &mut self,
-        here: &Pending,
-        name: &[u8],
-        stat: &FileStat,
-        target: &[u8],
-    ) -> Result<(), SnapshotError> {
-        let meta = NodeMeta { mode: 0o777, mtime_ns: mtime_of(stat), xattrs: BTreeMap::new() };
-        self.add(here.node, name, meta, FoundKind::Symlink(target.to_vec())).map(drop)
-    }
-
-    fn add(
-        &mut self,
-        parent: usize,
-        name: &[u8],
-        meta: NodeMeta,
-        kind: FoundKind,
-    ) -> Result<usize, SnapshotError> {
-        if self.out.nodes.len() >= MAX_NODES {
-            return Err(SnapshotError::TooLarge { path: self.out.source.clone(), limit: "20 million names" });
-        }
-        self.out.nodes.push(FoundNode { parent, name: name.to_vec(), meta, kind });
-        Ok(self.out.nodes.len() - 1)
-    }
-
-    fn skip(&mut self, here: &Pending, name: &[u8], kind: SFlag) {
+    fn skip(&mut self, name: &CStr, kind: SFlag) {
         let why = match kind {
             SFlag::S_IFIFO => SkipReason::Fifo,
             SFlag::S_IFSOCK => SkipReason::Socket,
             _ => SkipReason::Device,
         };
-        self.out.skipped.push(Skipped { path: joined(&here.inside, name), why });
+        self.found.skipped.push(Skipped { path: joined(&self.here.inside, name.to_bytes()), why });
     }
+}
 
-    fn meta(&mut self, directory: &OwnedFd, name: &[u8], stat: &FileStat) -> NodeMeta {
-        let xattrs = user_xattrs(directory, name, &mut self.buffer);
-        NodeMeta { mode: stat.st_mode & 0o7777, mtime_ns: mtime_of(stat), xattrs }
-    }
+fn meta_of(directory: &OwnedFd, name: &CStr, stat: &FileStat) -> NodeMeta {
+    let xattrs = xattrs::xattrs_at(directory, name);
+    NodeMeta { mode: stat.st_mode & 0o7777, mtime_ns: mtime_of(stat), xattrs }
 }
 
 /// Opens a path of any length; a symlink as its last component is refused.
@@ -448,61 +706,6 @@ fn read_label(root: &Path) -> Result<Option<DataClass>, SnapshotError> {
         .find(|class| class.as_str() == text)
         .map(Some)
         .ok_or(SnapshotError::BadClass { path, text })
-}
-
-/// The attributes that any owner may set. A file system without them has none.
-fn user_xattrs(directory: &OwnedFd, name: &[u8], buffer: &mut [u8]) -> Xattrs {
-    // Through /proc, since there is no *at() form and the absolute path may be too long.
-    let path = [format!("/proc/self/fd/{}/", directory.as_raw_fd()).as_bytes(), name].concat();
-    let Ok(path) = CString::new(path) else { return Xattrs::new() };
-    // SAFETY: the strings end with NUL, and the buffer is writable for the length given.
-    let list = |buffer: &mut [u8]| unsafe {
-        libc::llistxattr(path.as_ptr(), buffer.as_mut_ptr().cast(), buffer.len())
-    };
-    // SAFETY: as above.
-    let get = |name: &CStr, buffer: &mut [u8]| unsafe {
-        libc::lgetxattr(path.as_ptr(), name.as_ptr(), buffer.as_mut_ptr().cast(), buffer.len())
-    };
-    collect_xattrs(list, get, buffer)
-}
-
-/// As [`user_xattrs`], of an open file.
-pub(super) fn xattrs_of(file: &File) -> Xattrs {
-    let fd = file.as_raw_fd();
-    // SAFETY: the descriptor is open, and the buffer is writable for the length given.
-    let list = |buffer: &mut [u8]| unsafe { libc::flistxattr(fd, buffer.as_mut_ptr().cast(), buffer.len()) };
-    // SAFETY: as above; the name ends with NUL.
-    let get = |name: &CStr, buffer: &mut [u8]| unsafe {
-        libc::fgetxattr(fd, name.as_ptr(), buffer.as_mut_ptr().cast(), buffer.len())
-    };
-    // Nearly no file has any: a buffer only for one that has.
-    // SAFETY: a length of 0 asks how long the list is.
-    if unsafe { libc::flistxattr(fd, std::ptr::null_mut(), 0) } <= 0 {
-        return Xattrs::new();
-    }
-    collect_xattrs(list, get, &mut vec![0; XATTR_BYTES])
-}
-
-fn collect_xattrs(
-    list: impl Fn(&mut [u8]) -> isize,
-    get: impl Fn(&CStr, &mut [u8]) -> isize,
-    buffer: &mut [u8],
-) -> Xattrs {
-    let mut found = Xattrs::new();
-    let len = list(buffer);
-    let Some(names) = usize::try_from(len).ok().and_then(|len| buffer.get(..len)) else { return found };
-    let names: Vec<CString> = names
-        .split(|&byte| byte == 0)
-        .filter(|name| name.starts_with(b"user."))
-        .filter_map(|name| CString::new(name).ok())
-        .collect();
-    for name in names {
-        let len = get(&name, buffer);
-        if let Some(value) = usize::try_from(len).ok().and_then(|len| buffer.get(..len)) {
-            found.insert(name.into_bytes(), value.to_vec());
-        }
-    }
-    found
 }
 
 #[cfg(test)]
