@@ -94,7 +94,10 @@ class Session:
             limb = self.limb(measure.link == "loopback")
             arguments = measure.arguments("/data", figures)
             if measure.traced and measure not in self.traced:
-                limb.run(arguments, mounts, self.args.limb_cap, measure.cache_mib, trace=True)
+                # Without a trace each of its reads costs a round trip, and what is not read is not in the trace.
+                first = limb.run(arguments, mounts, 10 * self.args.limb_cap, measure.cache_mib, trace=True)
+                if first["done"] < first["all"]:
+                    raise ground.WorkFailed(f"the run that leaves the trace read only {first['done']} of {first['all']}")
                 self.traced.add(measure)
             return limb.run(arguments, mounts, self.args.limb_cap, measure.cache_mib, trace=measure.traced,
                             push=tool == PUSHING)

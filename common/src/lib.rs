@@ -6,6 +6,7 @@
 pub mod assignment;
 pub mod boot;
 pub mod certificate;
+pub mod checkpoint;
 pub mod chunk;
 pub mod class;
 pub mod clock;

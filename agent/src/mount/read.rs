@@ -210,6 +210,7 @@ impl Core {
         let bandwidth_delay = self.source.bandwidth_delay_bytes();
         let read = Read { inode, offset, len, file_bytes: node.size };
         let Step { ask, sequential, before } = lock(&self.ahead).on_read(read, bandwidth_delay);
+        tracing::trace!(inode = inode.0, offset, len, sequential, ?ask, "read");
         let whole = sequential || node.size <= WHOLE_FILE_BYTES || self.source.whole_pays(node.size);
         Ahead { chunks: ask, whole, push: before }
     }

@@ -101,7 +101,8 @@ impl Children {
                 all.push((Name::put(names, name), child));
                 return true;
             }
-            *self = Self::InAnyOrder(all.iter().map(|&(name, child)| (name.of(names).to_vec(), child)).collect());
+            *self =
+                Self::InAnyOrder(all.iter().map(|&(name, child)| (name.of(names).to_vec(), child)).collect());
         }
         let Self::InAnyOrder(all) = self else { return false };
         if all.contains_key(name) {

@@ -206,10 +206,13 @@ pub(super) struct StopArgs {
 
 #[derive(Debug, Subcommand)]
 pub(super) enum ResultsCommand {
-    /// Files that came home, with their hashes
+    /// Files that came home, with their hashes, and what among them is a checkpoint
     Ls {
         /// A run's id or name
         run: String,
+        /// Checkpoints only: the newest last, complete or not
+        #[arg(long)]
+        checkpoints: bool,
         /// JSON, on stdout
         #[arg(long)]
         json: bool,
@@ -220,6 +223,12 @@ pub(super) enum ResultsCommand {
         run: String,
         /// One file or directory of the results [default: all]
         path: Option<PathBuf>,
+        /// Only the complete checkpoint that came last
+        #[arg(long, conflicts_with_all = ["path", "watch"])]
+        newest_checkpoint: bool,
+        /// Go on until the run is over: copy what comes, each checkpoint once it is complete
+        #[arg(long)]
+        watch: bool,
         /// The directory to copy into
         #[arg(long, value_name = "DIR")]
         to: PathBuf,

@@ -119,6 +119,10 @@ async fn final_info(owner: &mut Owner, run_id: &str) -> Option<RunInfo> {
     over.then_some(info)
 }
 
+pub(super) fn is_over(info: &RunInfo) -> bool {
+    info.ended_unix_ms > 0
+}
+
 async fn reconnect(
     settings: &Settings,
     follower: &mut Follower<'_>,
@@ -142,7 +146,7 @@ async fn reconnect(
 
 /// The coordinator again: the one that comes back by itself, else one that this client starts,
 /// unless it was stopped on purpose.
-async fn redial(settings: &Settings) -> Result<Owner, Failure> {
+pub(super) async fn redial(settings: &Settings) -> Result<Owner, Failure> {
     let began = limb_common::clock::boottime();
     loop {
         if let Ok(owner) = client::dial(settings).await {

@@ -4,6 +4,8 @@
 use limb_proto::v1::{CostRow, Event, Outcome, PlanReply, ReapReply, ResultFile, RunInfo, VerifiedFile};
 use serde_json::{Value, json};
 
+use super::results::checkpoints::OfOutput;
+
 fn known(value: u64) -> Value {
     if value == 0 { Value::Null } else { value.into() }
 }
@@ -88,6 +90,22 @@ pub(super) fn event(event: &Event) -> Value {
 }
 
 /// A name that is not UTF-8 also stands there as hexadecimal bytes.
+pub(super) fn checkpoint(found: &OfOutput) -> Value {
+    let OfOutput { output, dest, checkpoint } = found;
+    json!({
+        "output": output,
+        "path": String::from_utf8_lossy(&checkpoint.path),
+        "dest": dest,
+        "layout": checkpoint.layout.name(),
+        "step": checkpoint.step,
+        "size": checkpoint.bytes,
+        "files": checkpoint.files,
+        "published_unix_ms": known(checkpoint.published_unix_ms),
+        "complete": checkpoint.is_complete(),
+        "lacks": checkpoint.lacks,
+    })
+}
+
 pub(super) fn file(file: &ResultFile) -> Value {
     let mut value = json!({
         "run_id": file.run_id,

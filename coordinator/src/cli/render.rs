@@ -9,6 +9,7 @@ use limb_common::phase::NO_LONGER_HOME;
 use limb_common::units::{Micros, show_bytes, show_duration};
 use limb_proto::v1::{CostRow, Outcome, PlanReply, ReapedBox, ResultFile, RunInfo};
 
+use super::results::checkpoints::{self, OfOutput};
 use super::talk::clean;
 
 /// What the ending says where a job ended by its own code.
@@ -283,6 +284,27 @@ pub(super) fn results(files: &[ResultFile], zone: &jiff::tz::TimeZone) -> String
         ]
     });
     table(&["OUTPUT", "PATH", "SIZE", "PUBLISHED", "STATE", "B3SUM"], rows, &[2])
+}
+
+/// The newest last.
+pub(super) fn checkpoints(found: &[OfOutput], now_ms: u64) -> String {
+    let rows = found.iter().map(|found| {
+        let OfOutput { output, checkpoint, .. } = found;
+        let age = now_ms.saturating_sub(checkpoint.published_unix_ms);
+        vec![
+            clean(output),
+            checkpoints::name(found),
+            checkpoint.step.map_or_else(String::new, |step| step.to_string()),
+            show_bytes(checkpoint.bytes),
+            checkpoint.files.to_string(),
+            if checkpoint.published_unix_ms == 0 { String::new() } else { duration(age) },
+            checkpoint
+                .lacks
+                .as_deref()
+                .map_or_else(|| "complete".to_owned(), |lacks| format!("incomplete: {}", clean(lacks))),
+        ]
+    });
+    table(&["OUTPUT", "CHECKPOINT", "STEP", "SIZE", "FILES", "AGE", "STATE"], rows, &[2, 3, 4, 5])
 }
 
 pub(super) fn reaped(boxes: &[ReapedBox]) -> String {

@@ -159,9 +159,7 @@ fn assemble(walked: &Walked, frozen: &[Frozen]) -> Result<(Manifest, Vec<Source>
         if let Some(slot) = slot {
             *slot = match read.content {
                 Some((content, place)) => Source::Store(content, place),
-                None => {
-                    Source::InPlace { path: walked.path(&walked.files[file]), identity: read.identity }
-                }
+                None => Source::InPlace { path: walked.path(&walked.files[file]), identity: read.identity },
             };
         }
     }
@@ -292,10 +290,9 @@ impl<'a> Freezer<'a> {
         buffer.resize(usize::try_from(identity.size).unwrap_or(usize::MAX), 0);
         match file.read_exact_at(buffer, 0) {
             Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
-            other => other.map_err(|source| SnapshotError::Unreadable {
-                path: self.walked.path(found),
-                source,
-            })?,
+            other => {
+                other.map_err(|source| SnapshotError::Unreadable { path: self.walked.path(found), source })?
+            }
         }
         let content = Digest::of(buffer);
         let chunk = (!is_zero(buffer)).then_some(content);
@@ -381,9 +378,7 @@ impl<'a> Freezer<'a> {
         let chunks: Vec<_> =
             parts.iter().map(|part| (!part.is_zero).then_some(part.value).flatten()).collect();
         let content = match content {
-            Some(content) => {
-                Some((content, self.store(content, identity.size, target.or(clone), &bytes)?))
-            }
+            Some(content) => Some((content, self.store(content, identity.size, target.or(clone), &bytes)?)),
             None => None,
         };
         Ok(Some(Frozen {

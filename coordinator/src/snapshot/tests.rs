@@ -463,7 +463,8 @@ impl Home {
             let mut pending = vec![self.source.clone()];
             while let Some(path) = pending.pop() {
                 let meta = path.symlink_metadata().unwrap();
-                newest = newest.max(u64::try_from(meta.ctime() * 1000 + meta.ctime_nsec() / 1_000_000).unwrap());
+                newest =
+                    newest.max(u64::try_from(meta.ctime() * 1000 + meta.ctime_nsec() / 1_000_000).unwrap());
                 if meta.is_dir() {
                     pending.extend(std::fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
                 }

@@ -105,7 +105,10 @@ pub(super) struct FoundFile {
 
 #[derive(Debug)]
 enum FilePlace {
-    In { directory: usize, name: usize },
+    In {
+        directory: usize,
+        name: usize,
+    },
     /// Where a followed link led: absolute, no symlink in its last component.
     At(Box<Path>),
 }
@@ -559,9 +562,7 @@ impl Look<'_, '_> {
         kept: Seen,
     ) -> Result<Option<Seen>, SnapshotError> {
         match kind_of(found) {
-            SFlag::S_IFREG => {
-                self.walker.file(found, || real.clone(), Some(real.as_path().into())).map(Some)
-            }
+            SFlag::S_IFREG => self.walker.file(found, || real.clone(), Some(real.as_path().into())).map(Some),
             SFlag::S_IFDIR => {
                 let id = (found.st_dev, found.st_ino);
                 let mut above = Some(&self.here.chain);
@@ -573,8 +574,9 @@ impl Look<'_, '_> {
                     }
                     above = chain.above.as_ref();
                 }
-                let fd = open_path(&real, OFlag::O_PATH | OFlag::O_DIRECTORY)
-                    .map_err(|errno| SnapshotError::Unreadable { path: real.clone(), source: errno.into() })?;
+                let fd = open_path(&real, OFlag::O_PATH | OFlag::O_DIRECTORY).map_err(|errno| {
+                    SnapshotError::Unreadable { path: real.clone(), source: errno.into() }
+                })?;
                 let meta = meta_of(&fd, c".", found);
                 self.directory(name, real, found, meta, 0).map(Some)
             }

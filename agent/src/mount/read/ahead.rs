@@ -7,6 +7,10 @@
 //! the windows of that file. A stream may also be expected, from what the file is: it has the whole
 //! window until it is disproved.
 //!
+//! How far a run goes is learned from the file's last ones: where they ended early (records of a few
+//! megabytes in random order; a map whose faults the kernel widens), nothing beyond is asked for,
+//! until a run goes on past that, and then as much again as it has gone.
+//!
 //! Invariant: reads that touch nothing contiguous cause no read-ahead at all, so random access
 //! fetches the chunks that it asks for and no others. Nothing is ever cancelled: a reader that
 //! skips forward finds what is on its way.
@@ -33,6 +37,10 @@ const TRUSTED_CHUNKS: u64 = 8;
 /// kernel makes 16 KiB of a read of 4).
 const COPY_READ_BYTES: u64 = 128 << 10;
 const MIN_WINDOW_BYTES: u64 = 2 << 20;
+/// Runs of a file that tell of its next ones.
+const LAST_RUNS: usize = 8;
+/// Who goes so far is no matter of runs.
+const LONG_RUN_BYTES: u64 = 16 << 20;
 /// Six times 1 Gbit/s at 80 ms.
 const MAX_WINDOW_BYTES: u64 = 64 << 20;
 /// Until the link has been measured.
@@ -50,6 +58,8 @@ pub(super) struct ReadAhead {
 #[derive(Debug, Default)]
 struct FileStreams {
     streams: Vec<Stream>,
+    /// How far the last ones went that nobody goes on with.
+    runs: VecDeque<u64>,
     strays: u32,
     used_at: u64,
     /// Once is enough: what was disproved is not expected again.
@@ -61,6 +71,7 @@ struct Stream {
     serial: u64,
     /// Where its contiguous run began; 0: not known any more (no read ends there).
     start: u64,
+    began: u64,
     /// The byte after the furthest that was read.
     next: u64,
     /// 0: not proven.
@@ -88,7 +99,7 @@ pub(super) struct Read {
 pub(super) struct Step {
     /// To be asked for now, each chunk of a stream once.
     pub(super) ask: Range<u64>,
-    /// It belongs to a stream.
+    /// It belongs to a stream that goes on.
     pub(super) sequential: bool,
     /// What of the stream's window the kernel, which looks one chunk ahead itself, does not ask for
     /// yet.
@@ -122,15 +133,17 @@ impl ReadAhead {
             }
         };
         file.strays = 0;
+        let usual_run = file.usual_run();
         let stream = &mut file.streams[index];
         stream.used_at = self.reads;
-        let ask = stream.advance(offset, end, file_bytes, cap_chunks);
-        let before = stream.before(file_bytes);
+        let ask = stream.advance(offset, end, file_bytes, cap_chunks, usual_run);
+        let horizon = stream.horizon(usual_run);
+        let before = stream.before(horizon.min(file_bytes));
         self.recent.push_back(stream.serial);
         if self.recent.len() > RECENT_READS {
             self.recent.pop_front();
         }
-        Step { ask, sequential: true, before }
+        Step { ask, sequential: horizon > end, before }
     }
 
     /// This file, whose first bytes were just read, will be read to its end, as far as its kind tells:
@@ -146,8 +159,9 @@ impl ReadAhead {
         if std::mem::replace(&mut file.expected, true) {
             return 0..0;
         }
+        let usual_run = file.usual_run();
         let first = file.streams.iter_mut().min_by_key(|stream| stream.next);
-        first.map_or(0..0, |stream| stream.expect(file_bytes, cap_chunks))
+        first.map_or(0..0, |stream| stream.expect(file_bytes, cap_chunks, usual_run))
     }
 
     /// Eight times what the link holds, shared by the streams that are active: some is on its way,
@@ -210,12 +224,21 @@ impl FileStreams {
         self.open(stream);
     }
 
+    /// What the longest of the last runs was, once there are enough of them.
+    fn usual_run(&self) -> Option<u64> {
+        self.runs.iter().max().copied().filter(|_| self.runs.len() >= LAST_RUNS)
+    }
+
     /// Where it is now.
     fn open(&mut self, stream: Stream) -> usize {
         if self.streams.len() >= MAX_STREAMS
             && let Some(oldest) = (0..self.streams.len()).min_by_key(|&at| self.streams[at].used_at)
         {
-            self.streams.swap_remove(oldest);
+            let ended = self.streams.swap_remove(oldest);
+            if self.runs.len() >= LAST_RUNS {
+                self.runs.pop_front();
+            }
+            self.runs.push_back(ended.run());
         }
         self.streams.push(stream);
         self.streams.len() - 1
@@ -227,6 +250,7 @@ impl Stream {
         Self {
             serial,
             start: offset,
+            began: offset,
             next: end,
             window_chunks: 0,
             widen_at: 0,
@@ -243,9 +267,30 @@ impl Stream {
         end >= self.next.saturating_sub(window) && offset <= furthest
     }
 
-    fn advance(&mut self, offset: u64, end: u64, file_bytes: u64, cap_chunks: u64) -> Range<u64> {
+    fn run(&self) -> u64 {
+        self.next - self.began
+    }
+
+    /// Nobody is expected to read beyond this byte.
+    fn horizon(&self, usual_run: Option<u64>) -> u64 {
+        match usual_run {
+            Some(usual) if self.run() <= usual && usual < LONG_RUN_BYTES => self.began + usual,
+            Some(_) if self.run() < LONG_RUN_BYTES => self.began + 2 * self.run(),
+            Some(_) | None => u64::MAX,
+        }
+    }
+
+    fn advance(
+        &mut self,
+        offset: u64,
+        end: u64,
+        file_bytes: u64,
+        cap_chunks: u64,
+        usual_run: Option<u64>,
+    ) -> Range<u64> {
         self.next = self.next.max(end);
         self.start = self.start.min(offset);
+        self.began = self.began.min(offset);
         if self.window_chunks == 0 {
             self.window_chunks =
                 if file_bytes < LARGE_FILE_BYTES { FIRST_WINDOW_CHUNKS } else { FIRST_WINDOW_LARGE_CHUNKS };
@@ -257,21 +302,21 @@ impl Stream {
             self.only_expected = false;
         }
         self.window_chunks = self.window_chunks.min(cap_chunks.max(FIRST_WINDOW_CHUNKS));
-        self.ask(file_bytes)
+        self.ask(self.horizon(usual_run).min(file_bytes))
     }
 
-    fn expect(&mut self, file_bytes: u64, cap_chunks: u64) -> Range<u64> {
+    fn expect(&mut self, file_bytes: u64, cap_chunks: u64, usual_run: Option<u64>) -> Range<u64> {
         self.only_expected = self.window_chunks == 0;
         self.window_chunks = cap_chunks.max(FIRST_WINDOW_CHUNKS);
         self.widen_at = self.next + self.window_chunks * CHUNK_BYTES_U64;
-        self.ask(file_bytes)
+        self.ask(self.horizon(usual_run).min(file_bytes))
     }
 
-    /// What of the window was not asked for yet.
-    fn ask(&mut self, file_bytes: u64) -> Range<u64> {
+    /// What of the window, up to this byte, was not asked for yet.
+    fn ask(&mut self, upto: u64) -> Range<u64> {
         let here = self.next.div_ceil(CHUNK_BYTES_U64);
         let from = self.ahead_to.max(here);
-        let to = (here + self.window_chunks).min(file_bytes.div_ceil(CHUNK_BYTES_U64));
+        let to = (here + self.window_chunks).min(upto.div_ceil(CHUNK_BYTES_U64));
         if from >= to {
             return 0..0;
         }
@@ -279,9 +324,9 @@ impl Stream {
         from..to
     }
 
-    fn before(&self, file_bytes: u64) -> Range<u64> {
+    fn before(&self, upto: u64) -> Range<u64> {
         let here = self.next.div_ceil(CHUNK_BYTES_U64);
-        here + 1..(here + self.window_chunks).min(file_bytes.div_ceil(CHUNK_BYTES_U64))
+        here + 1..(here + self.window_chunks).min(upto.div_ceil(CHUNK_BYTES_U64)).max(here + 1)
     }
 }
 
@@ -448,6 +493,62 @@ mod tests {
         ahead.on_read(read(200 * MIB, 4096, file), None);
         ahead.on_read(read(100 * MIB, 4096, file), None);
         assert_eq!(ahead.files[&Inode(7)].streams.iter().map(|stream| stream.window_chunks).max(), Some(8));
+    }
+
+    /// Reads records in random order, in pieces, and says of the later half what was asked for in vain
+    /// and which chunks were demanded unasked besides each record's first piece.
+    fn records(record: u64, piece: u64, file: u64) -> (usize, usize) {
+        let mut ahead = ReadAhead::default();
+        let (mut vain, mut late) = (0, 0);
+        for number in 0..400_u64 {
+            let start = number * 7919 % (file / record / 2) * 2 * record;
+            let mut asked = BTreeSet::new();
+            for offset in (start..start + record).step_by(piece as usize) {
+                let chunk = offset / MIB;
+                late += usize::from(
+                    number >= 200 && offset > start + piece && !asked.remove(&chunk) && chunk * MIB == offset,
+                );
+                asked.extend(ahead.on_read(read(offset, piece, file), Some(4 * MIB)).ask);
+            }
+            vain += if number >= 200 {
+                asked.iter().filter(|&&chunk| chunk * MIB >= start + record).count()
+            } else {
+                0
+            };
+        }
+        (vain, late)
+    }
+
+    #[test]
+    fn records_in_random_order_are_read_ahead_to_their_end_and_no_further() {
+        for (record, piece) in [(4 * MIB, MIB), (4 * MIB, 128 << 10), (2 * MIB, MIB), (12 * MIB, 512 << 10)] {
+            assert_eq!(records(record, piece, 20_000 * MIB), (0, 0), "{record} in {piece}");
+        }
+    }
+
+    /// A fault makes the kernel read 1 MiB around it; who copies on from there makes it read the next.
+    #[test]
+    fn faults_that_the_kernel_widens_cause_nothing_more_and_a_scan_after_them_is_found() {
+        let (mut ahead, file) = (ReadAhead::default(), 8192 * MIB);
+        let mut asked = 0;
+        for number in 0..1000_u64 {
+            let start = number * 7919 % 8000 * MIB + number * 4096 % MIB;
+            let mut step = ahead.on_read(read(start, MIB, file), Some(4 * MIB));
+            if number % 4 == 1 {
+                step = ahead.on_read(read(start + MIB, MIB, file), Some(4 * MIB));
+            }
+            if number >= 40 {
+                asked += step.ask.end - step.ask.start;
+                assert!(!step.sequential, "all of a chunk would be fetched");
+            }
+        }
+        assert_eq!(asked, 0);
+        let mut furthest = 0;
+        for at in 0..100 {
+            assert!(at < 3 || furthest > at, "{at} was not read ahead");
+            furthest = furthest.max(ahead.on_read(read(at * MIB, MIB, file), Some(4 * MIB)).ask.end);
+        }
+        assert_eq!(furthest, 100 + 32);
     }
 
     #[test]

@@ -32,10 +32,6 @@ async fn info(owner: &mut Owner, run_id: &str) -> Option<RunInfo> {
     owner.list_runs(request).await.ok()?.into_inner().runs.into_iter().find(|run| run.run_id == run_id)
 }
 
-fn is_over(info: &RunInfo) -> bool {
-    info.ended_unix_ms > 0
-}
-
 /// The byte that comes next.
 struct Place {
     /// 0: the first attempt that has any, and then all in turn.
@@ -61,7 +57,7 @@ pub(in crate::cli) async fn logs(settings: &Settings, args: &LogsArgs) -> Result
             && let Some(info) = info(&mut owner, &run.run_id).await
         {
             let last = place.attempt == 0 || place.attempt >= info.attempt || args.attempt > 0;
-            if last && (is_over(&info) || (args.attempt > 0 && info.attempt > args.attempt)) {
+            if last && (super::is_over(&info) || (args.attempt > 0 && info.attempt > args.attempt)) {
                 return Ok(ExitCode::SUCCESS);
             }
             if !last {
@@ -125,7 +121,7 @@ pub(in crate::cli) async fn events(settings: &Settings, args: &EventsArgs) -> Re
         }
         match ended {
             Ended::Whole { empty: true } => {
-                if info(&mut owner, &run.run_id).await.is_some_and(|info| is_over(&info)) {
+                if info(&mut owner, &run.run_id).await.is_some_and(|info| super::is_over(&info)) {
                     return Ok(ExitCode::SUCCESS);
                 }
             }

@@ -332,7 +332,8 @@ mod tests {
     fn packed(store: &Store, files: &[Vec<u8>]) -> (u64, Vec<Place>) {
         let packer = store.packer(files.len()).unwrap();
         let mut filler = packer.filler();
-        let places: Vec<_> = files.iter().map(|bytes| filler.put(Digest::of(bytes), bytes).unwrap()).collect();
+        let places: Vec<_> =
+            files.iter().map(|bytes| filler.put(Digest::of(bytes), bytes).unwrap()).collect();
         filler.finish().unwrap();
         packer.finish().unwrap();
         let Some(&Place::Pack { pack, .. }) = places.first() else { panic!("{places:?}") };
