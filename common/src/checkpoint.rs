@@ -329,7 +329,7 @@ fn step_of(name: &str) -> Option<u64> {
             && !name[..at].ends_with(|c: char| c.is_ascii_digit())
     };
     let is_start = |&(at, c): &(usize, char)| c.is_ascii_digit() && begins(at);
-    after_step.or_else(|| name.char_indices().filter(is_start).last().and_then(|(at, _)| number_at(at)))
+    after_step.or_else(|| name.char_indices().rfind(is_start).and_then(|(at, _)| number_at(at)))
 }
 
 #[cfg(test)]

@@ -7,6 +7,8 @@
 //! Never: follows a link, unless asked, and then only one that leaves the set. Every directory is
 //! opened once and checked to be the one that its parent named.
 
+mod found;
+mod look;
 mod xattrs;
 
 use std::collections::{BTreeMap, HashMap};
@@ -23,15 +25,16 @@ use limb_common::class::DataClass;
 use limb_common::manifest::NodeMeta;
 use nix::dir::Dir;
 use nix::errno::Errno;
-use nix::fcntl::{AtFlags, OFlag, openat, readlinkat};
-use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
+use nix::fcntl::{OFlag, openat};
+use nix::sys::stat::{FileStat, Mode, SFlag, fstat};
 
 use super::own::Own;
 use super::sources::nanoseconds;
 use super::threads::{cores, on_threads};
-use super::{
-    CLASS_FILE, FileIdentity, LinkPolicy, OutsideLink, Progress, SkipReason, Skipped, SnapshotError, lock,
-};
+use super::{CLASS_FILE, FileIdentity, LinkPolicy, OutsideLink, Progress, Skipped, SnapshotError, lock};
+use found::{FilePlace, Names};
+pub(super) use found::{FoundDirectory, FoundEntry, FoundFile, FoundKind, Walked};
+use look::Look;
 pub(super) use xattrs::xattrs_of;
 
 /// 20 M nodes are a manifest of about 2.5 GB: more is a mistake (`/`, or links that multiply).
@@ -51,136 +54,6 @@ pub(super) type Xattrs = BTreeMap<Vec<u8>, Vec<u8>>;
 pub(super) struct Watch<'a> {
     pub(super) cancelled: &'a AtomicBool,
     pub(super) progress: &'a (dyn Fn(Progress) + Sync),
-}
-
-/// A source as it was found.
-#[derive(Debug, Default)]
-pub(super) struct Walked {
-    pub(super) source: PathBuf,
-    pub(super) single_file: bool,
-    pub(super) label: Option<DataClass>,
-    /// The root first, and each before those in it.
-    pub(super) directories: Vec<FoundDirectory>,
-    /// Those of one directory side by side.
-    pub(super) files: Vec<FoundFile>,
-    pub(super) outside_links: Vec<OutsideLink>,
-    pub(super) skipped: Vec<Skipped>,
-}
-
-#[derive(Debug)]
-pub(super) struct FoundDirectory {
-    pub(super) meta: NodeMeta,
-    /// Where it was read.
-    pub(super) path: PathBuf,
-    names: Arc<Names>,
-    /// In order of name.
-    pub(super) entries: Vec<FoundEntry>,
-}
-
-#[derive(Debug)]
-pub(super) struct FoundEntry {
-    /// Into the directory's names.
-    name: usize,
-    pub(super) kind: FoundKind,
-}
-
-#[derive(Debug)]
-pub(super) enum FoundKind {
-    /// Into [`Walked::directories`].
-    Directory(usize),
-    /// Into [`Walked::files`]; hard links share one.
-    File(usize),
-    Symlink {
-        target: Box<[u8]>,
-        mtime_ns: i64,
-    },
-}
-
-#[derive(Debug)]
-pub(super) struct FoundFile {
-    place: FilePlace,
-    pub(super) identity: FileIdentity,
-    pub(super) mode: u32,
-}
-
-#[derive(Debug)]
-enum FilePlace {
-    In {
-        directory: usize,
-        name: usize,
-    },
-    /// Where a followed link led: absolute, no symlink in its last component.
-    At(Box<Path>),
-}
-
-/// The names in one directory, each with a NUL after it.
-#[derive(Debug, Default)]
-struct Names {
-    bytes: Vec<u8>,
-    starts: Vec<usize>,
-}
-
-impl Names {
-    fn get(&self, at: usize) -> &CStr {
-        let from = self.starts.get(at).and_then(|&start| self.bytes.get(start..));
-        from.and_then(|bytes| CStr::from_bytes_until_nul(bytes).ok()).unwrap_or_default()
-    }
-
-    fn push(&mut self, name: &CStr) {
-        self.starts.push(self.bytes.len());
-        self.bytes.extend_from_slice(name.to_bytes_with_nul());
-    }
-
-    fn sort(&mut self) {
-        let bytes = &self.bytes;
-        let name = |start: usize| bytes.get(start..).unwrap_or_default().split(|&byte| byte == 0).next();
-        self.starts.sort_by(|&a, &b| name(a).cmp(&name(b)));
-    }
-}
-
-impl FoundDirectory {
-    fn new(meta: NodeMeta, path: PathBuf) -> Self {
-        Self { meta, path, names: Arc::default(), entries: Vec::new() }
-    }
-
-    pub(super) fn name_of(&self, entry: &FoundEntry) -> &[u8] {
-        self.names.get(entry.name).to_bytes()
-    }
-}
-
-impl Walked {
-    /// Absolute, no symlink in its last component.
-    pub(super) fn path(&self, file: &FoundFile) -> PathBuf {
-        match &file.place {
-            FilePlace::At(path) => path.to_path_buf(),
-            FilePlace::In { directory, name } => {
-                let directory = &self.directories[*directory];
-                directory.path.join(OsStr::from_bytes(directory.names.get(*name).to_bytes()))
-            }
-        }
-    }
-
-    /// Opens a file to read it; `last` is the directory of the one before, which is mostly the same.
-    pub(super) fn open_file(
-        &self,
-        file: &FoundFile,
-        last: &mut Option<(usize, OwnedFd)>,
-    ) -> nix::Result<OwnedFd> {
-        let flags = OFlag::O_RDONLY | OFlag::O_NONBLOCK;
-        let (directory, name) = match &file.place {
-            FilePlace::At(path) => return open_path(path, flags),
-            FilePlace::In { directory, name } => (*directory, *name),
-        };
-        let names = &self.directories[directory].names;
-        let around = match last {
-            Some((at, fd)) if *at == directory => fd,
-            _ => {
-                let fd = open_path(&self.directories[directory].path, OFlag::O_PATH | OFlag::O_DIRECTORY)?;
-                &mut last.insert((directory, fd)).1
-            }
-        };
-        openat(around.as_fd(), names.get(name), flags | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW, Mode::empty())
-    }
 }
 
 /// Directories above, to know a link that leads into one of them.
@@ -493,132 +366,6 @@ impl Walker<'_> {
     }
 }
 
-/// One directory's names being looked at.
-struct Look<'a, 'b> {
-    walker: &'a Walker<'b>,
-    here: &'a Pending,
-    fd: &'a OwnedFd,
-    found: &'a mut Found,
-    /// Directories to read next.
-    below: Vec<Pending>,
-}
-
-impl Look<'_, '_> {
-    fn path(&self, name: &CStr) -> PathBuf {
-        self.here.path.join(OsStr::from_bytes(name.to_bytes()))
-    }
-
-    fn unreadable(&self, name: &CStr, errno: Errno) -> SnapshotError {
-        SnapshotError::Unreadable { path: self.path(name), source: errno.into() }
-    }
-
-    /// `None`: nothing that a set holds.
-    fn visit(&mut self, name: &CStr) -> Result<Option<Seen>, SnapshotError> {
-        let stat = match fstatat(self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
-            Err(Errno::ENOENT) => return Ok(None),
-            other => other.map_err(|errno| self.unreadable(name, errno))?,
-        };
-        match kind_of(&stat) {
-            SFlag::S_IFREG => self.walker.file(&stat, || self.path(name), None).map(Some),
-            SFlag::S_IFDIR => {
-                let meta = meta_of(self.fd, name, &stat);
-                self.directory(name, self.path(name), &stat, meta, self.here.depth + 1).map(Some)
-            }
-            SFlag::S_IFLNK => {
-                let target = match readlinkat(self.fd, name) {
-                    Err(Errno::ENOENT | Errno::EINVAL) => return Ok(None),
-                    other => other.map_err(|errno| self.unreadable(name, errno))?,
-                };
-                self.link(name, &stat, target.as_bytes())
-            }
-            other => {
-                self.skip(name, other);
-                Ok(None)
-            }
-        }
-    }
-
-    fn link(&mut self, name: &CStr, stat: &FileStat, target: &[u8]) -> Result<Option<Seen>, SnapshotError> {
-        let kept = Seen::Symlink { target: target.into(), mtime_ns: mtime_of(stat) };
-        if !leaves(self.here.depth, target) {
-            return Ok(Some(kept));
-        }
-        let found = fstatat(self.fd, name, AtFlags::empty());
-        if let (LinkPolicy::Follow, Ok(found), Ok(real)) =
-            (self.walker.links, found, std::fs::canonicalize(self.path(name)))
-        {
-            return self.follow(name, real, &found, kept);
-        }
-        let path = joined(&self.here.inside, name.to_bytes());
-        self.found.outside_links.push(OutsideLink { path, target: target.to_vec() });
-        Ok(Some(kept))
-    }
-
-    fn follow(
-        &mut self,
-        name: &CStr,
-        real: PathBuf,
-        found: &FileStat,
-        kept: Seen,
-    ) -> Result<Option<Seen>, SnapshotError> {
-        match kind_of(found) {
-            SFlag::S_IFREG => self.walker.file(found, || real.clone(), Some(real.as_path().into())).map(Some),
-            SFlag::S_IFDIR => {
-                let id = (found.st_dev, found.st_ino);
-                let mut above = Some(&self.here.chain);
-                while let Some(chain) = above {
-                    if chain.id == id {
-                        let path = joined(&self.here.inside, name.to_bytes());
-                        self.found.skipped.push(Skipped { path, why: SkipReason::LinkLoop });
-                        return Ok(Some(kept));
-                    }
-                    above = chain.above.as_ref();
-                }
-                let fd = open_path(&real, OFlag::O_PATH | OFlag::O_DIRECTORY).map_err(|errno| {
-                    SnapshotError::Unreadable { path: real.clone(), source: errno.into() }
-                })?;
-                let meta = meta_of(&fd, c".", found);
-                self.directory(name, real, found, meta, 0).map(Some)
-            }
-            other => {
-                self.skip(name, other);
-                Ok(None)
-            }
-        }
-    }
-
-    fn directory(
-        &mut self,
-        name: &CStr,
-        path: PathBuf,
-        stat: &FileStat,
-        meta: NodeMeta,
-        depth: usize,
-    ) -> Result<Seen, SnapshotError> {
-        let (here, id) = (self.here, (stat.st_dev, stat.st_ino));
-        self.walker.own.check(|| path.clone(), id)?;
-        let total_depth = here.total_depth + 1;
-        if total_depth > MAX_DEPTH {
-            return Err(SnapshotError::TooLarge { path, limit: "4096 levels" });
-        }
-        let number = self.walker.directories.fetch_add(1, Ordering::Relaxed);
-        self.found.directories.push((number, FoundDirectory::new(meta, path.clone())));
-        let chain = Arc::new(Chain { id, above: Some(Arc::clone(&here.chain)) });
-        let inside = joined(&here.inside, name.to_bytes());
-        self.below.push(Pending { path, inside, number, depth, total_depth, chain });
-        Ok(Seen::Directory(number))
-    }
-
-    fn skip(&mut self, name: &CStr, kind: SFlag) {
-        let why = match kind {
-            SFlag::S_IFIFO => SkipReason::Fifo,
-            SFlag::S_IFSOCK => SkipReason::Socket,
-            _ => SkipReason::Device,
-        };
-        self.found.skipped.push(Skipped { path: joined(&self.here.inside, name.to_bytes()), why });
-    }
-}
-
 fn meta_of(directory: &OwnedFd, name: &CStr, stat: &FileStat) -> NodeMeta {
     let xattrs = xattrs::xattrs_at(directory, name);
     NodeMeta { mode: stat.st_mode & 0o7777, mtime_ns: mtime_of(stat), xattrs }
@@ -644,26 +391,6 @@ fn open_from(at: Option<&OwnedFd>, path: &[u8], flags: OFlag) -> nix::Result<Own
         Some(fd) => openat(fd.as_fd(), path, flags, Mode::empty()),
         None => nix::fcntl::open(path, flags, Mode::empty()),
     }
-}
-
-/// Would this link, in a directory this deep inside the set, lead out of it? An absolute one
-/// names a place of home's, which the box does not have.
-fn leaves(depth: usize, target: &[u8]) -> bool {
-    if target.first() == Some(&b'/') {
-        return true;
-    }
-    let mut level = depth;
-    for part in target.split(|&byte| byte == b'/') {
-        match part {
-            b"" | b"." => {}
-            b".." => match level.checked_sub(1) {
-                Some(up) => level = up,
-                None => return true,
-            },
-            _ => level += 1,
-        }
-    }
-    false
 }
 
 fn joined(directory: &[u8], name: &[u8]) -> Vec<u8> {
@@ -708,25 +435,4 @@ fn read_label(root: &Path) -> Result<Option<DataClass>, SnapshotError> {
         .find(|class| class.as_str() == text)
         .map(Some)
         .ok_or(SnapshotError::BadClass { path, text })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn links_leave_by_absolute_targets_and_by_climbing_above_the_root() {
-        for (depth, target, out) in [
-            (0, "x", false),
-            (0, "../x", true),
-            (1, "../x", false),
-            (1, "../../set/x", true),
-            (2, "a/../../../b", false),
-            (2, "a/../../../../b", true),
-            (5, "/etc/passwd", true),
-            (0, "./a//b/..", false),
-        ] {
-            assert_eq!(leaves(depth, target.as_bytes()), out, "{depth} {target}");
-        }
-    }
 }
