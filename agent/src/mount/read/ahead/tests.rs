@@ -171,7 +171,7 @@ fn records(record: u64, piece: u64, file: u64) -> (usize, usize) {
     for number in 0..400_u64 {
         let start = number * 7919 % (file / record / 2) * 2 * record;
         let mut asked = BTreeSet::new();
-        for offset in (start..start + record).step_by(piece as usize) {
+        for offset in (0..record / piece).map(|number| start + number * piece) {
             let chunk = offset / MIB;
             late += usize::from(
                 number >= 200 && offset > start + piece && !asked.remove(&chunk) && chunk * MIB == offset,
