@@ -198,7 +198,8 @@ async fn a_far_home_is_asked_for_encodings_and_a_near_one_is_not() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_encoded_answer_that_is_not_the_chunk_is_garbled() {
-    let state = home(1, &[Mood::Bomb]);
+    // Whichever stream it is asked on.
+    let state = home(1, &[Mood::Bomb; 8]);
     let (channels, _server) = start(state, 0).await;
     let link = GrpcChunks::new(Arc::new(channels), ChunkPatience::default(), CancellationToken::new());
     let demand = watch::Sender::new(Priority::Demand);
